@@ -163,16 +163,16 @@ def computed_share(a: Attention, problem: Problem, hint: Callable[[Index], int])
         return 1.0
     panels, strips = -(-problem.kv_len // _HALF_PANEL), -(-problem.q_len // _STRIP)
     options = conjunctions(parts)
-    seen = 0
+    computed = 0
     sampled = [strips * n // min(strips, _SAMPLES) for n in range(min(strips, _SAMPLES))]
     for strip in sampled:
         reached = 0
         sides = (span(o, strip * _STRIP, _STRIP, _HALF_PANEL, panels, INTEGERS, of_keys=False)[:2] for o in options)
         for start, end in sorted(sides):
             start = max(start // 2 * 2, reached)  # panels begin at multiples of a whole one
-            seen += max(0, end - start)
+            computed += max(0, end - start)
             reached = max(reached, end)
-    return min(1.0, seen / (len(sampled) * panels))
+    return min(1.0, computed / (len(sampled) * panels))
 
 
 def _at_hint(part: Part, hint: Callable[[Index], int]) -> Part | None:

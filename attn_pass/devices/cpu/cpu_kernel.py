@@ -142,30 +142,30 @@ class CpuKernel:
         query = lower.query(a.compute_dtype)
         key = lower.key(a.compute_dtype)
         value = lower.value(a.compute_dtype)
-        given: dict[str, object] = {"fully_masked": decided.fully_masked}
-        given |= _bounded(lower, decided.bounds)
+        optional: dict[str, object] = {"fully_masked": decided.fully_masked}
+        optional |= _bounded(lower, decided.bounds)
         if decided.bounds.rest != TRUE:
-            given["keep"] = _kept(lower, decided.bounds.rest)
+            optional["keep"] = _keep_tensor(lower, decided.bounds.rest)
         if a.mask.bias is not None:
             apart = replace(a, mask=replace(a.mask, keep=None)) if training.gives_apart(a) else a
             with_mask = Lowering(plan, nodes, apart)
-            given["bias"] = _learned(lower, setting) if a.mask.bias_is_learned else additive_mask(with_mask, setting)
+            optional["bias"] = _learned(lower, setting) if a.mask.bias_is_learned else additive_mask(with_mask, setting)
         if decided.fill is not None:
-            given["fill"] = decided.fill
+            optional["fill"] = decided.fill
         if a.dropout:
-            given |= {"seed": _drawn_seed(plan, query), "dropout": a.dropout}
+            optional |= {"seed": _drawn_seed(plan, query), "dropout": a.dropout}
         if decided.inspects:
-            given["keep"] = masked_out.kept(lower)
+            optional["keep"] = masked_out.kept(lower)
         if decided.score:
             read = [_in_float32(lower, e, lower.mask_groups()) for e in decided.captured]
-            given |= {"score": decided.score, "captured": read}
+            optional |= {"score": decided.score, "captured": read}
         if a.sink is not None:
-            given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
+            optional["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
         differs = a.needs_grad or a.dropout > 0
         if not decided.with_logarithm and not differs:
-            return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
+            return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **optional))
         function = gradients.FORWARD if differs else operator.WITH_LSE
-        both = plan.call(function, query, key, value, a.scale, **given)
+        both = plan.call(function, query, key, value, a.scale, **optional)
         if not decided.with_logarithm:
             return lower.result(plan.call(getitem, both, 0))
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
@@ -211,24 +211,24 @@ def _bounded(lower: Lowering, bounds: Bounds) -> dict[str, object]:
     if bounds.chunk is not None:
         shifts = {"chunk_rows": bounds.chunk.row_shift, "chunk_keys": bounds.chunk.key_shift}
         sizes |= {"chunk": bounds.chunk.size, **{name: shift for name, shift in shifts.items() if shift != 0}}
-    given: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
+    optional: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
     if bounds.shift is not None:
-        given["shift"] = for_batch(lower, bounds.shift, aten.amax.default)
+        optional["shift"] = for_batch(lower, bounds.shift, aten.amax.default)
     first, end = first_key(lower, bounds.starts), end_of_keys(lower, bounds.ends)
-    return given | {name: value for name, value in (("starts", first), ("ends", end)) if value is not None}
+    return optional | {name: value for name, value in (("starts", first), ("ends", end)) if value is not None}
 
 
-def _kept(lower: Lowering, condition: Expr) -> Value:
+def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
     """A condition as a boolean tensor: one of the program's, or computed once for all sites that have the same.
 
     Inductor stores bytes several times as fast as truth values, one by one (seen in torch 2.13.0).
     """
     call = lower.plan.call
     with lower.plan.sharing():
-        made = lower.condition(condition, lower.mask_groups())
+        keeps = lower.condition(condition, lower.mask_groups())
         if not isinstance(condition, Apply) or condition.op == "cast":
-            return made
-        as_bytes = call(aten.to.dtype, call(aten.where.Scalar, made, 1, 0), torch.uint8)
+            return keeps
+        as_bytes = call(aten.to.dtype, call(aten.where.Scalar, keeps, 1, 0), torch.uint8)
         return call(aten.view.dtype, as_bytes, torch.bool)
 
 
@@ -244,8 +244,8 @@ def _learned(lower: Lowering, setting: Setting) -> Value:
 
 
 def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
-    made = lower.expression(expression, groups)
-    return made if fake_of(made).dtype == torch.float32 else lower.plan.call(aten.to.dtype, made, torch.float32)
+    value = lower.expression(expression, groups)
+    return value if fake_of(value).dtype == torch.float32 else lower.plan.call(aten.to.dtype, value, torch.float32)
 
 
 def _drawn_seed(plan: Plan, query: Value) -> Value:

@@ -83,7 +83,7 @@ def fault() -> str:
             parts.append("omp.h")
         text = "".join(f"#include <{part}>\n" for part in parts) + "int trial() { return 0; }\n"
         with tempfile.TemporaryDirectory() as work:
-            _made(text, tuple(command), Path(work), f"a few lines with {' and '.join(parts)}")
+            _compiled(text, tuple(command), Path(work), f"a few lines with {' and '.join(parts)}")
     except (NoCompilerError, OSError) as error:
         return str(error)
     return ""
@@ -102,8 +102,8 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
     # One file for each type: the compiler takes seconds, and most programs have one.
     sets = of_this_machine(in_tiles(dtype, kernel, trains=trains))
     body = call_of(dtype, sets, kernel, score)
-    taken = f"const auto& args = *static_cast<const {namespace_of(score, kernel)}::{arguments_of(kernel)}*>(given);"
-    function = f'extern "C" void attend(const void* given) {{\n  {taken}\n{body}\n}}\n'
+    cast_line = f"const auto& args = *static_cast<const {namespace_of(score, kernel)}::{arguments_of(kernel)}*>(given);"
+    function = f'extern "C" void attend(const void* given) {{\n  {cast_line}\n{body}\n}}\n'
     text = f"{kernel_source(sets, checked(score) if score else score, kernel)}\n{function}"
     command = (compiler(), *_FLAGS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
@@ -125,27 +125,27 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
 
 def _build(text: str, command: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        made = _made(text, command, Path(work), "the CPU kernel")
-        os.replace(made, library)
+        built = _compiled(text, command, Path(work), "the CPU kernel")
+        os.replace(built, library)
 
 
-def _made(text: str, command: tuple[str, ...], work: Path, what: str) -> Path:
+def _compiled(text: str, command: tuple[str, ...], work: Path, name: str) -> Path:
     """The library that the compiler makes of the text in a folder.
 
     Raises:
         NoCompilerError: it fails, or leaves nothing.
     """
-    source, made = work / "attention.cpp", work / "attention.so"
+    source, library = work / "attention.cpp", work / "attention.so"
     source.write_text(text)
     try:
         done = subprocess.run(
-            [*command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS, check=False
+            [*command, str(source), "-o", str(library)], capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoCompilerError(f"{command[0]} could not build {what}: {error}") from error
-    if done.returncode or not made.exists():
+        raise NoCompilerError(f"{command[0]} could not build {name}: {error}") from error
+    if done.returncode or not library.exists():
         printed = done.stderr.strip().splitlines()
         ended = printed[0] if printed else f"status {done.returncode}"
         why = next((line for line in printed if "error" in line), ended)
-        raise NoCompilerError(f"{command[0]} could not build {what}: {why}")
-    return made
+        raise NoCompilerError(f"{command[0]} could not build {name}: {why}")
+    return library

@@ -48,7 +48,7 @@ class _Filled(Filled):
     template: _Backward
 
     def __str__(self) -> str:
-        lines = [*self.given("args.a"), *self.read(), *self.results()]
+        lines = [*self.inputs("args.a"), *self.read(), *self.results()]
         return "\n".join(f"  {line}" for line in lines)
 
     def read(self) -> list[str]:
@@ -111,10 +111,10 @@ def lower(
     grad: Any, lse_grad: Any, result: Any, statistics: Any, rest: Any, wanted: list[str], *values: Any, **more: Any
 ) -> list[Any]:
     """The first gradient as the template's buffer, the others as ones that it writes to."""
-    given = dict(zip(NAMES, values, strict=False)) | more
-    q, k, v, scale = (given.pop(name) for name in NAMES[:4])
-    operands = operands_of(q, k, v, given)
-    numbers = numbers_of(operands, given)
+    by_name = dict(zip(NAMES, values, strict=False)) | more
+    q, k, v, scale = (by_name.pop(name) for name in NAMES[:4])
+    operands = operands_of(q, k, v, by_name)
+    numbers = numbers_of(operands, by_name)
     of_results = {"grad": grad, "result": result, "lse_grad": lse_grad, "statistics": statistics}
     if q.get_dtype() != torch.float32:
         of_results["rest"] = rest
@@ -127,7 +127,7 @@ def lower(
     operands |= {_written(name): laid_out(x) for name, x in others.items()}
     written = tuple(map(_written, others))
     template = _Backward(
-        operands, layouts[wanted[0]], floats_of(scale, given), given.get("score", ""), numbers, written
+        operands, layouts[wanted[0]], floats_of(scale, by_name), by_name.get("score", ""), numbers, written
     )
     template.wanted = tuple(wanted)
     return [emitted(template), *others.values()]

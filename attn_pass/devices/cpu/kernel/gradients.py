@@ -65,8 +65,8 @@ class _BackwardArgs(ctypes.Structure):
 
 def statistics_like(query: Tensor) -> Tensor:
     """The memory of what the backward needs of a row: (B, H, L, 2)."""
-    made: Tensor = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
-    return made
+    statistics: Tensor = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+    return statistics
 
 
 def rest_like(query: Tensor, value: Tensor) -> Tensor:
@@ -74,19 +74,19 @@ def rest_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(0) if query.dtype == torch.float32 else result_like(query, value)
 
 
-def gradient_like(name: str, given: dict[str, Any]) -> Tensor:
+def gradient_like(name: str, by_name: dict[str, Any]) -> Tensor:
     """The memory of a gradient: of an operand heads after positions, of all else dense.
 
     ``name`` is an argument's; of captured tensor 2 it is "captured2". A sink's has a number for each row, which is
     still to be summed up where it is one for several.
     """
-    query: Tensor = given["query"]
+    query: Tensor = by_name["query"]
     if name == "sink":
         return torch.empty((*query.shape[:3], 1), dtype=torch.float32, device=query.device)
     if name in _OPERANDS:
-        batch, heads, length, dim = given[name].shape
+        batch, heads, length, dim = by_name[name].shape
         return torch.empty((batch, length, heads, dim), dtype=query.dtype, device=query.device).transpose(1, 2)
-    of = given["captured"][int(name[8:])] if name.startswith("captured") else given[name]
+    of = by_name["captured"][int(name[8:])] if name.startswith("captured") else by_name[name]
     return torch.empty(of.shape, dtype=of.dtype, device=of.device)
 
 
@@ -95,21 +95,21 @@ def _call(*values: Any) -> dict[str, Any]:
 
 
 def _forward(*values: Any, **more: Any) -> tuple[Tensor, ...]:
-    given = _call(*values) | more
-    query, key, value, scale = (given.pop(name) for name in NAMES[:4])
-    check(query, key, value, given)
+    by_name = _call(*values) | more
+    query, key, value, scale = (by_name.pop(name) for name in NAMES[:4])
+    check(query, key, value, by_name)
     lse, statistics = lse_like(query), statistics_like(query)
     rest = rest_like(query, value)
     if value.numel() == 0 or key.numel() == 0:
         statistics.zero_()
-    given["rest"] = rest if rest.numel() else None
-    return attention(query, key, value, scale, lse=lse, statistics=statistics, **given), lse, statistics, rest
+    by_name["rest"] = rest if rest.numel() else None
+    return attention(query, key, value, scale, lse=lse, statistics=statistics, **by_name), lse, statistics, rest
 
 
 def _forward_fake(*values: Any, **more: Any) -> tuple[Tensor, ...]:
-    given = _call(*values) | more
-    query, key, value = (given.pop(name) for name in _OPERANDS)
-    check(query, key, value, given)
+    by_name = _call(*values) | more
+    query, key, value = (by_name.pop(name) for name in _OPERANDS)
+    check(query, key, value, by_name)
     return result_like(query, value), lse_like(query), statistics_like(query), rest_like(query, value)
 
 
@@ -123,34 +123,34 @@ def _backward(
     *values: Any,
     **more: Any,
 ) -> list[Tensor]:
-    given = _call(*values) | more
-    made = {name: gradient_like(name, given) for name in wanted}
-    query, key, value = (given[name] for name in _OPERANDS)
+    by_name = _call(*values) | more
+    outputs = {name: gradient_like(name, by_name) for name in wanted}
+    query, key, value = (by_name[name] for name in _OPERANDS)
     if 0 in (*query.shape, *key.shape, *value.shape):
-        return [x.zero_() for x in made.values()]
+        return [x.zero_() for x in outputs.values()]
     args = _BackwardArgs(
-        a=arguments(**given),
+        a=arguments(**by_name),
         grad=operand(grad.to(query.dtype), result.shape),
         result=operand(result, result.shape),
         rest=operand(rest if rest.numel() else None, result.shape),
         lse_grad=operand(None if lse_grad is None else lse_grad.unsqueeze(-1), (*result.shape[:3], 1)),
         statistics=statistics.data_ptr(),
-        dq=_output(made.get("query")),
-        dk=_output(made.get("key")),
-        dv=_output(made.get("value")),
-        sink_rows=made["sink"].data_ptr() if "sink" in made else None,
+        dq=_output(outputs.get("query")),
+        dk=_output(outputs.get("key")),
+        dv=_output(outputs.get("value")),
+        sink_rows=outputs["sink"].data_ptr() if "sink" in outputs else None,
         summed=(Operand * (1 + MOST_CAPTURED))(
-            _summed(made.get("bias")), *(_summed(made.get(f"captured{n}")) for n in range(MOST_CAPTURED))
+            _summed(outputs.get("bias")), *(_summed(outputs.get(f"captured{n}")) for n in range(MOST_CAPTURED))
         ),
     )
-    entry(query.dtype, given.get("score", ""), BACKWARD)(ctypes.byref(args))
-    return list(made.values())
+    entry(query.dtype, by_name.get("score", ""), BACKWARD)(ctypes.byref(args))
+    return list(outputs.values())
 
 
 def _backward_fake(*left: Any, **more: Any) -> list[Tensor]:
     *_, wanted = left[:_LEFT]
-    given = _call(*left[_LEFT:]) | more
-    return [gradient_like(name, given) for name in wanted]
+    by_name = _call(*left[_LEFT:]) | more
+    return [gradient_like(name, by_name) for name in wanted]
 
 
 def _output(tensor: Tensor | None) -> Operand:
@@ -177,11 +177,11 @@ BACKWARD_OPERATOR = torch.ops.attn_pass.attention_backward.default
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    given = _call(*inputs)
-    captured = given.pop("captured")
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    by_name = _call(*inputs)
+    captured = by_name.pop("captured")
+    tensors = {name: value for name, value in by_name.items() if isinstance(value, Tensor)}
     ctx.names = tuple(tensors)
-    ctx.rest = {name: value for name, value in given.items() if name not in tensors}
+    ctx.rest = {name: value for name, value in by_name.items() if name not in tensors}
     ctx.save_for_backward(output[0], *output[2:], *tensors.values(), *(captured or ()))
     ctx.gives_captured = captured is not None
     ctx.mark_non_differentiable(*output[2:])
@@ -190,24 +190,24 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     result, statistics, rest, *tensors = ctx.saved_tensors
-    given = dict(zip(ctx.names, tensors, strict=False)) | ctx.rest
-    given["captured"] = tensors[len(ctx.names) :] if ctx.gives_captured else None
+    by_name = dict(zip(ctx.names, tensors, strict=False)) | ctx.rest
+    by_name["captured"] = tensors[len(ctx.names) :] if ctx.gives_captured else None
     needs = dict(zip(NAMES, ctx.needs_input_grad, strict=False))
     wanted = [name for name in (*_OPERANDS, "bias", "sink") if needs.get(name)]
     of_captured = needs.get("captured") or ()
     wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
-    if given["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
+    if by_name["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
         raise NotImplementedError("beside packed rows a bias, and what a score function reads, have no gradient")
     if grad is None:
         grad = torch.zeros_like(result)
-    values = [given[name] for name in NAMES]
+    values = [by_name[name] for name in NAMES]
     returned = BACKWARD_OPERATOR(grad, lse_grad, result, statistics, rest, wanted, *values)
-    made = dict(zip(wanted, returned, strict=True))
-    if "sink" in made:
-        made["sink"] = made["sink"].sum_to_size(given["sink"].shape)
-    gradients: list[Any] = [made.get(name) for name in NAMES]
+    by_argument = dict(zip(wanted, returned, strict=True))
+    if "sink" in by_argument:
+        by_argument["sink"] = by_argument["sink"].sum_to_size(by_name["sink"].shape)
+    gradients: list[Any] = [by_argument.get(name) for name in NAMES]
     if ctx.gives_captured:
-        gradients[_NUMBER_OF_CAPTURED] = [made.get(f"captured{n}") for n in range(len(given["captured"]))]
+        gradients[_NUMBER_OF_CAPTURED] = [by_argument.get(f"captured{n}") for n in range(len(by_name["captured"]))]
     return tuple(gradients[: len(needs)])  # the dispatcher drops arguments at the end that are their defaults
 
 

@@ -176,7 +176,7 @@ def attention(
     lse: Tensor | None = None,
     statistics: Tensor | None = None,
     rest: Tensor | None = None,
-    **given: Any,
+    **optional: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.mT + bias, over the keys that are kept) @ value``.
 
@@ -192,9 +192,9 @@ def attention(
             kept; a sink is not among the scores.
         statistics: where what the backward needs of a row is written to: (B, H, L, 2), float32, contiguous.
         rest: where what rounding took from the result is written to: as the result, the backward's too.
-        given: what the schemas name besides, each of which may be left out:
+        optional: what the schemas name besides, each of which may be left out:
 
-    Given:
+    Optional:
         before: keys that lie at most so far before the row's own position are kept; all where it is None.
         after: the same behind it: 0 is causal.
         start: the first key that is kept; 0 where it is None.
@@ -232,17 +232,17 @@ def attention(
     out = result_like(query, value)
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
-    args = arguments(query, key, value, scale, **given)
+    args = arguments(query, key, value, scale, **optional)
     args.out, args.out_stride = out.data_ptr(), (ctypes.c_int64 * 4)(*out.stride())
     args.lse = None if lse is None else lse.data_ptr()
     args.statistics = None if statistics is None else statistics.data_ptr()
     args.rest = None if rest is None else rest.data_ptr()
-    entry(query.dtype, given.get("score", ""), trains=statistics is not None)(ctypes.byref(args))
+    entry(query.dtype, optional.get("score", ""), trains=statistics is not None)(ctypes.byref(args))
     return out
 
 
-def _tensors_of(given: Mapping[str, Any]) -> Iterator[Tensor]:
-    for one_or_more in given.values():
+def _tensors_of(optional: Mapping[str, Any]) -> Iterator[Tensor]:
+    for one_or_more in optional.values():
         entries = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
         yield from (x for x in entries if isinstance(x, Tensor))
 
@@ -264,7 +264,7 @@ def _refuse_tangents(tensors: Iterable[Tensor]) -> None:
         )
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]) -> None:
     """Whether the operator takes a call.
 
     Raises:
@@ -273,11 +273,11 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
         NotImplementedError: an operand has a tangent, which would be dropped, or may have had one inside of
             `torch.func.jvp`, which takes tangents off before an operator sees them.
     """
-    _refuse_tangents((query, key, value, *_tensors_of(given)))
+    _refuse_tangents((query, key, value, *_tensors_of(optional)))
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
-    wanted: dict[str, tuple[torch.dtype, ...]] = {
+    accepted: dict[str, tuple[torch.dtype, ...]] = {
         "keep": (torch.bool,),
         "bias": tuple(ELEMENTS),
         "sink": (torch.float32,),
@@ -285,38 +285,38 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
         "seed": (torch.int64,),
         **dict.fromkeys(BOUNDS, (torch.int64,)),
     }
-    for name, dtypes in wanted.items():
-        for x in _tensors_of({name: given.get(name)}):
+    for name, dtypes in accepted.items():
+        for x in _tensors_of({name: optional.get(name)}):
             if x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
-    bounded = [name for name in (*NUMBERS, *BOUNDS) if given.get(name) is not None]
-    if given.get("fill") is not None and bounded:
+    bounded = [name for name in (*NUMBERS, *BOUNDS) if optional.get(name) is not None]
+    if optional.get("fill") is not None and bounded:
         raise ValueError(f"with a fill every key counts: there is no {', '.join(bounded)} beside it")
-    dropout = given.get("dropout") or 0.0
-    if not 0 <= dropout <= 1 or (dropout and given.get("seed") is None):
-        raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {given.get('seed')}")
-    if dropout and given.get("fully_masked") == "mean":
+    dropout = optional.get("dropout") or 0.0
+    if not 0 <= dropout <= 1 or (dropout and optional.get("seed") is None):
+        raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {optional.get('seed')}")
+    if dropout and optional.get("fully_masked") == "mean":
         raise ValueError("with dropout a fully masked row is 'nan' or 'zero'; for the mean of what is left give a fill")
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
-    check(query, key, value, given)
-    return attention(query, key, value, scale, **given)
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
+    check(query, key, value, optional)
+    return attention(query, key, value, scale, **optional)
 
 
-def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
-    check(query, key, value, given)
+def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:
+    check(query, key, value, optional)
     lse = lse_like(query)
-    return attention(query, key, value, scale, lse=lse, **given), lse
+    return attention(query, key, value, scale, lse=lse, **optional), lse
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
-    check(query, key, value, given)
+def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
+    check(query, key, value, optional)
     return result_like(query, value)
 
 
-def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
-    return _fake(query, key, value, scale, **given), lse_like(query)
+def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:
+    return _fake(query, key, value, scale, **optional), lse_like(query)
 
 
 LIBRARY.impl("attention", _on_cpu, "CPU")

@@ -93,10 +93,10 @@ def _depends(score: Term, of: Term) -> bool:
 
 def macros(text: str) -> Mapping[str, str]:
     """What `backward_tile.hpp` asks of a score function: gradients, from the score's, which it calls ``gradient``."""
-    score, given = parsed(text), Term("gradient")
-    of_captured = ((n, slope(score, Term("captured", (Term(str(n)),)), given)) for n in captured_in(text))
+    score, score_gradient = parsed(text), Term("gradient")
+    of_captured = ((n, slope(score, Term("captured", (Term(str(n)),)), score_gradient)) for n in captured_in(text))
     each = " ".join(f"CALL({n}, {gradient})" for n, gradient in of_captured)
-    return {"ATTN_SLOPE": str(slope(score, PRODUCT, given)), "ATTN_SLOPES(CALL)": each}
+    return {"ATTN_SLOPE": str(slope(score, PRODUCT, score_gradient)), "ATTN_SLOPES(CALL)": each}
 
 
 def _add(one: Term, other: Term) -> Term:

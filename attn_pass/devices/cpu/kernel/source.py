@@ -146,8 +146,8 @@ def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel:
         defined = "".join(f"#define {name} {text}\n" for name, text in names.items())
         undefined = "".join(f"#undef {name.split('(')[0]}\n" for name in names)
         body = f"{defined}{body}\n{undefined}"
-    whole = "\n".join((_text("common.hpp"), body, _text("dispatch.hpp")))
-    return whole.replace(_OUTER, namespace_of(score, kernel))
+    joined = "\n".join((_text("common.hpp"), body, _text("dispatch.hpp")))
+    return joined.replace(_OUTER, namespace_of(score, kernel))
 
 
 def call_of(

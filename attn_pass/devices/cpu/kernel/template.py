@@ -128,9 +128,9 @@ class Filled:
         self.template, self.kernel, self.out = template, kernel, out
 
     def __str__(self) -> str:
-        return "\n".join(f"  {line}" for line in (*self.given("args"), *self.results()))
+        return "\n".join(f"  {line}" for line in (*self.inputs("args"), *self.results()))
 
-    def given(self, args: str) -> list[str]:
+    def inputs(self, args: str) -> list[str]:
         """What `operator.arguments` fills in."""
         operands, numbers = self.template.operands, self.template.numbers
         q, k, v = (operands[name].get_size() for name in ("q", "k", "v"))
@@ -141,8 +141,8 @@ class Filled:
         lines: list[str] = []
         for name in _OPERANDS:
             if name in operands:
-                whole = name in "qkv" or (packed and name != "sink")
-                shape = operands[name].get_size() if whole else (*scores[:3], 1) if name == "sink" else scores
+                has_own_shape = name in "qkv" or (packed and name != "sink")
+                shape = operands[name].get_size() if has_own_shape else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")
         for name in BOUNDS:
@@ -240,23 +240,23 @@ def emitted(template: Call) -> Any:
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
-def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
+def lower(q: Any, k: Any, v: Any, scale: float, **optional: Any) -> Any:
     """The template's buffer."""
-    return emitted(_template(q, k, v, scale, given, {}))
+    return emitted(_template(q, k, v, scale, optional, {}))
 
 
 @register_lowering(WITH_LSE, type_promotion_kind=None)
-def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **given: Any) -> tuple[Any, Any]:
+def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **optional: Any) -> tuple[Any, Any]:
     """The template's buffer, and one that it writes to."""
     lse = empty_strided(q.get_size()[:3], None, dtype=torch.float32, device=q.get_device())
-    return emitted(_template(q, k, v, scale, given, {"lse": lse})), lse
+    return emitted(_template(q, k, v, scale, optional, {"lse": lse})), lse
 
 
 @register_lowering(FORWARD, type_promotion_kind=None)
 def lower_forward(*values: Any, **more: Any) -> tuple[Any, ...]:
     """The template's buffer, and those that it writes to."""
-    given = dict(zip(NAMES, values, strict=False)) | more
-    q, k, v, scale = (given.pop(name) for name in NAMES[:4])
+    by_name = dict(zip(NAMES, values, strict=False)) | more
+    q, k, v, scale = (by_name.pop(name) for name in NAMES[:4])
     rows = q.get_size()[:3]
     lse = empty_strided(rows, None, dtype=torch.float32, device=q.get_device())
     statistics = empty_strided([*rows, 2], None, dtype=torch.float32, device=q.get_device())
@@ -268,38 +268,38 @@ def lower_forward(*values: Any, **more: Any) -> tuple[Any, ...]:
     else:
         like = heads_last(q, v.get_size()[3])
         rest = written["rest"] = empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
-    return emitted(_template(q, k, v, scale, given, written)), lse, statistics, rest
+    return emitted(_template(q, k, v, scale, by_name, written)), lse, statistics, rest
 
 
-def operands_of(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
+def operands_of(q: Any, k: Any, v: Any, optional: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a call, by the names they have in ``Args``, as they lie in memory."""
     there = {
         "q": q,
         "k": k,
         "v": v,
-        **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
+        **{n: optional.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if optional.get(n) is not None},
     }
-    if given.get("seed") is not None and given["dropout"]:
-        there["seed"] = given["seed"]
-    there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
+    if optional.get("seed") is not None and optional["dropout"]:
+        there["seed"] = optional["seed"]
+    there |= {f"captured[{n}]": x for n, x in enumerate(optional.get("captured") or ())}
     return {name: laid_out(x) for name, x in there.items()}
 
 
-def numbers_of(operands: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def numbers_of(operands: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a call, by the names they have in ``Args``."""
     return {
-        **{name: otherwise if given.get(name) is None else given[name] for name, otherwise in NUMBERS.items()},
+        **{name: otherwise if optional.get(name) is None else optional[name] for name, otherwise in NUMBERS.items()},
         "bias_type": list(ELEMENTS).index(operands["bias"].get_dtype()) if "bias" in operands else 0,
-        "fully_masked": FULLY_MASKED.index(given.get("fully_masked", "nan")),
+        "fully_masked": FULLY_MASKED.index(optional.get("fully_masked", "nan")),
         "threads": 0,
-        "has_score": int(bool(given.get("score"))),
-        "replaces": int(given.get("fill") is not None),
+        "has_score": int(bool(optional.get("score"))),
+        "replaces": int(optional.get("fill") is not None),
     }
 
 
-def floats_of(scale: float, given: dict[str, Any]) -> dict[str, float]:
+def floats_of(scale: float, optional: dict[str, Any]) -> dict[str, float]:
     """The numbers of a call that are no integers, by the names they have in ``Args``."""
-    floats = {"scale": scale, "fill": given.get("fill"), "dropout": given.get("dropout")}
+    floats = {"scale": scale, "fill": optional.get("fill"), "dropout": optional.get("dropout")}
     return {name: float(value) for name, value in floats.items() if value is not None}
 
 
@@ -310,16 +310,16 @@ def heads_last(x: Any, dim: Any) -> ir.FixedLayout:
     return ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
 
 
-def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], written: dict[str, Any]) -> Call:
-    operands = operands_of(q, k, v, given)
-    numbers = numbers_of(operands, given)
+def _template(q: Any, k: Any, v: Any, scale: float, optional: dict[str, Any], written: dict[str, Any]) -> Call:
+    operands = operands_of(q, k, v, optional)
+    numbers = numbers_of(operands, optional)
     q, v = operands["q"], operands["v"]
     operands |= {name: laid_out(x) for name, x in written.items()}
     return Call(
         operands,
         heads_last(q, v.get_size()[3]),
-        floats_of(scale, given),
-        given.get("score", ""),
+        floats_of(scale, optional),
+        optional.get("score", ""),
         numbers,
         tuple(written),
     )
