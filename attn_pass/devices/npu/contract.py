@@ -41,7 +41,7 @@ class CallFacts:
     key: Mapping[str, Index]
     value: Mapping[str, Index]
     positions_first: bool  # an operand or the result has them before heads
-    turned: bool  # the result has another layout than the operands
+    transposed: bool  # the result has another layout than the operands
     inner_precise: object
     mode: int
     before: int
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "result layout",
         "a result in another layout than the operands is for more than one query row",
-        lambda c: not (c.turned and c.decodes),
+        lambda c: not (c.transposed and c.decodes),
     ),
     Rule(
         "inner_precise",

@@ -40,6 +40,6 @@ def stock_mask(device: Device, problem: Problem, *, causal: bool, elements: int)
     if not elements:
         return 0.0
     one = problem.q_len * problem.kv_len
-    whole = problem.batch * problem.heads * one
-    taken = elements if elements in (one, problem.batch * one, whole) else whole
-    return traffic(device, elements + taken) + device.kernel_us
+    full = problem.batch * problem.heads * one
+    elements_read = elements if elements in (one, problem.batch * one, full) else full
+    return traffic(device, elements + elements_read) + device.kernel_us

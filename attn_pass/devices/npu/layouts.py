@@ -101,12 +101,12 @@ def lies(a: Attention, operand: Operand, layout: Layout) -> bool:
     source = a.sources[operand.load.source]
     if source.order is None or operand.elements() != product(source.shape):
         return False
-    wanted = [axis for g in _in_order(operand, layout) for axis in g if axis.size != 1]
+    in_order = [axis for g in _in_order(operand, layout) for axis in g if axis.size != 1]
     try:
         order = [axis for dim in source.order for axis in digit_axes(operand.load.index[dim])[1]]
     except NoView:
         return False
-    return [axis for axis in order if axis.size != 1] == wanted
+    return [axis for axis in order if axis.size != 1] == in_order
 
 
 def _in_order(operand: Operand, layout: Layout) -> tuple[Group, ...]:
@@ -127,7 +127,7 @@ def operands(lower: Lowering, layout: Layout, wide: int | None) -> tuple[Value, 
     A negative scale is taken into the query.
     """
     a, plan = lower.attention, lower.plan
-    made: list[Value] = []
+    values: list[Value] = []
     for number, operand in enumerate(Operand.of(a)):
         value = _operand(lower, operand, layout, is_query=number == 0)
         have = fake_of(value).shape[-1]
@@ -135,8 +135,8 @@ def operands(lower: Lowering, layout: Layout, wide: int | None) -> tuple[Value, 
             value = plan.call(aten.constant_pad_nd.default, value, [0, wide - have], 0.0)
         if number == 0 and a.scale < 0:
             value = plan.call(aten.neg.default, value)
-        made.append(plan.call(aten.contiguous.default, value))
-    query, key, value = made
+        values.append(plan.call(aten.contiguous.default, value))
+    query, key, value = values
     return query, key, value
 
 

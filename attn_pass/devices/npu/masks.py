@@ -130,8 +130,8 @@ class FilledRows(EmptyRows):
 
     def unmasked(self) -> Value:
         """The mask for the operator, keeping everything in those rows."""
-        kept = self.plan.call(aten.logical_not.default, self.rows)
-        return self.plan.call(aten.logical_and.default, self.mask, kept)
+        not_empty = self.plan.call(aten.logical_not.default, self.rows)
+        return self.plan.call(aten.logical_and.default, self.mask, not_empty)
 
     def with_zeros(self, out: Value) -> Value:
         """The operator's (B, H, L, Dv) result with zeros in those rows."""

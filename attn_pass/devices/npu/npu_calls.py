@@ -103,13 +103,13 @@ def find(reader: Reader) -> Iterator[Site]:
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS)
-            given = _arguments(node, name)
+            parsed = _arguments(node, name)
             with reader.site() as used:
-                mask = _Mask(reader, node, given)
-                described = describe(_lift(reader, node, result, given, mask), used)
+                mask = _Mask(reader, node, parsed)
+                described = describe(_lift(reader, node, result, parsed, mask), used)
             check_window(reader, described, result)
             described = replace(described, assumptions=(*described.assumptions, *mask.trusted))
-            written = _as_written(reader, given)
+            written = _as_written(reader, parsed)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written, is_call=True)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
@@ -117,15 +117,15 @@ def find(reader: Reader) -> Iterator[Site]:
             yield failed(node, FORM, region, error)
 
 
-def _as_written(reader: Reader, given: _ParsedCall) -> AsWritten:
-    mask = tensor_value(given.mask)
-    dense = mask is not None and given.mode < 2
+def _as_written(reader: Reader, parsed: _ParsedCall) -> AsWritten:
+    mask = tensor_value(parsed.mask)
+    dense = mask is not None and parsed.mode < 2
     return AsWritten(
         fused=True,
         mask="boolean" if dense else "none",
         mask_elements=reader.sizes.hint(product(reader.sizes.shape(mask))) if dense and mask is not None else 0,
-        causal=given.mode in (2, 3),
-        library=given.name,
+        causal=parsed.mode in (2, 3),
+        library=parsed.name,
     )
 
 
@@ -137,7 +137,7 @@ def _arguments(node: Node, name: str) -> _ParsedCall:
     arguments |= dict(zip((a.name for a in schema), node.args))
     arguments |= node.kwargs
     known = {spelling: word for word, both in _SPELLINGS.items() for spelling in both.split()}
-    given: dict[str, Any] = {known[n]: v for n, v in arguments.items() if n in known}
+    by_name: dict[str, Any] = {known[n]: v for n, v in arguments.items() if n in known}
     for argument in schema:
         if argument.name in (*known, *_IGNORED):
             continue
@@ -145,29 +145,29 @@ def _arguments(node: Node, name: str) -> _ParsedCall:
         if arguments.get(argument.name) not in (None, default):
             raise Unreadable(f"its {argument.name} is not read", node)
     for word in ("heads", "before", "after", "mode"):
-        if not isinstance(given[word], int):
+        if not isinstance(by_name[word], int):
             raise Unreadable(f"its {word} is not a constant", node)
-    keep = given.get("keep", 1.0)
+    keep = by_name.get("keep", 1.0)
     if not isinstance(keep, (int, float)) or not 0 < keep <= 1:
         raise Unreadable(f"keep_prob {keep} is not accepted by the operator", node)
-    inner, _, outer = str(given["layout"]).partition("_")
+    inner, _, outer = str(by_name["layout"]).partition("_")
     if inner not in _LAYOUTS or (outer and (name != _INFERENCE or (inner, outer) != ("BNSD", "BSND"))):
-        raise Unreadable(f"layout {given['layout']}: sequences of one length are read", node)
+        raise Unreadable(f"layout {by_name['layout']}: sequences of one length are read", node)
     return _ParsedCall(
         name=name,
         query=arguments["query"],
         key=arguments["key"],
         value=arguments["value"],
-        heads=given["heads"],
-        kv_heads=given.get("kv_heads") if name == _INFERENCE else None,
+        heads=by_name["heads"],
+        kv_heads=by_name.get("kv_heads") if name == _INFERENCE else None,
         layouts=(_LAYOUTS[inner], _LAYOUTS[outer or inner]),
-        mode=given["mode"],
-        before=given["before"],
-        after=given["after"],
-        mask=given["mask"],
-        scale=given["scale"],
+        mode=by_name["mode"],
+        before=by_name["before"],
+        after=by_name["after"],
+        mask=by_name["mask"],
+        scale=by_name["scale"],
         keep=float(keep),
-        inner_precise=given["inner"],
+        inner_precise=by_name["inner"],
     )
 
 
@@ -189,13 +189,13 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
     return sizes
 
 
-def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _Mask) -> Parts:
-    tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
+def _lift(reader: Reader, node: Node, result: Node, parsed: _ParsedCall, mask: _Mask) -> Parts:
+    tensors = [t for n in (parsed.query, parsed.key, parsed.value, result) if (t := tensor_value(n)) is not None]
     if len(tensors) != 4:
         raise Unreadable("an operand is not a tensor", node)
-    inner, outer = given.layouts
-    q, k, v, kv_heads = _sizes_of_operands(reader, node, given, tensors)
-    facts = _facts(reader, given, tensors, q, k, v)
+    inner, outer = parsed.layouts
+    q, k, v, kv_heads = _sizes_of_operands(reader, node, parsed, tensors)
+    facts = _facts(reader, parsed, tensors, q, k, v)
     if (why := refusal(facts)) is not None:
         raise Unreadable(why, node)
     output = tuple(Axis(f"o{n}", size) for n, size in enumerate(reader.sizes.shape(tensors[3])))
@@ -206,16 +206,16 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
         else:
             at[word] = axis_index(axis)
     keys, dim = Axis("j", k["s"]), Axis("d", q["d"])
-    kv = {"b": at["b"], "h": divide(at["h"], given.heads // kv_heads)[0], "s": axis_index(keys)}
+    kv = {"b": at["b"], "h": divide(at["h"], parsed.heads // kv_heads)[0], "s": axis_index(keys)}
     time, region = reader.order[node], reader.regions.of(node)
 
     def forms(tensor: Node, position: Position, *, factors: bool = True) -> list[OperandForm]:
         return [f for f in operand(reader, tensor, position, time, region, factors=factors) if not f.factors]
 
-    scale = reader.scalar(given.scale, time)
+    scale = reader.scalar(parsed.scale, time)
     if scale is None:
         raise Unreadable("the scale is neither a number nor a symbolic number", node)
-    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), facts)
+    keep = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), facts)
     return Parts(
         reader=reader,
         result=result,
@@ -223,14 +223,14 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
         rows_at=((at["b"], at["h"]), at["s"]),
         keys=keys,
         dim=dim,
-        query=forms(given.query, _at(inner, {**at, "d": axis_index(dim)}, q["d"])),
-        key=forms(given.key, _at(inner, {**kv, "d": axis_index(dim)}, k["d"])),
-        value=forms(given.value, _at(inner, {**kv, "d": at["d"]}, v["d"]), factors=False),
-        score=apply("where", kept, apply("mul", Dot(), scale), Const(float("-inf"))),
+        query=forms(parsed.query, _at(inner, {**at, "d": axis_index(dim)}, q["d"])),
+        key=forms(parsed.key, _at(inner, {**kv, "d": axis_index(dim)}, k["d"])),
+        value=forms(parsed.value, _at(inner, {**kv, "d": at["d"]}, v["d"]), factors=False),
+        score=apply("where", keep, apply("mul", Dot(), scale), Const(float("-inf"))),
         side=mask.side,
         score_dtype=torch.float32,
         product_dtypes=(tensors[3].dtype, tensors[3].dtype),
-        dropout=1.0 - given.keep,
+        dropout=1.0 - parsed.keep,
         empty_row_is_nan=False,
     )
 
@@ -239,45 +239,45 @@ _BySize = dict[str, Index]
 
 
 def _sizes_of_operands(
-    reader: Reader, node: Node, given: _ParsedCall, tensors: list[torch.Tensor]
+    reader: Reader, node: Node, parsed: _ParsedCall, tensors: list[torch.Tensor]
 ) -> tuple[_BySize, _BySize, _BySize, int]:
     """Sizes of query, key and value by their letters, and the number of KV heads. Raises `Unreadable`."""
-    inner, _ = given.layouts
+    inner, _ = parsed.layouts
     q_shape, k_shape, v_shape = (reader.sizes.shape(t) for t in tensors[:3])
-    q = _sizes(inner, q_shape, given.heads, node)
-    kv_heads = given.kv_heads
+    q = _sizes(inner, q_shape, parsed.heads, node)
+    kv_heads = parsed.kv_heads
     if kv_heads is None:  # by the head dim of the query
-        whole = k_shape[inner.index("hd")] if "hd" in inner else None
-        in_keys = k_shape[inner.index("h")] if whole is None else divide_exactly(whole, q["d"])
+        merged = k_shape[inner.index("hd")] if "hd" in inner else None
+        in_keys = k_shape[inner.index("h")] if merged is None else divide_exactly(merged, q["d"])
         kv_heads = in_keys if isinstance(in_keys, int) else 0
-    kv_heads = kv_heads or given.heads
+    kv_heads = kv_heads or parsed.heads
     k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
-    if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (given.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
+    if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (parsed.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
         raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
     if k["h"] != kv_heads:
         raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
-    if given.heads % kv_heads:
+    if parsed.heads % kv_heads:
         raise Unreadable("the number of heads is not a multiple of the number of KV heads", node)
     return q, k, v, kv_heads
 
 
 def _facts(
-    reader: Reader, given: _ParsedCall, tensors: list[torch.Tensor], q: _BySize, k: _BySize, v: _BySize
+    reader: Reader, parsed: _ParsedCall, tensors: list[torch.Tensor], q: _BySize, k: _BySize, v: _BySize
 ) -> CallFacts:
-    inner, outer = given.layouts
+    inner, outer = parsed.layouts
     return CallFacts(
-        inference=given.name == _INFERENCE,
+        inference=parsed.name == _INFERENCE,
         dtypes=(tensors[0].dtype, tensors[1].dtype, tensors[2].dtype),
         is_contiguous=all(_is_contiguous(reader, t) for t in tensors[:3]),
         query=q,
         key=k,
         value=v,
-        positions_first=any(layout[1] == "s" for layout in given.layouts),
-        turned=inner != outer,
-        inner_precise=given.inner_precise,
-        mode=given.mode,
-        before=given.before,
-        after=given.after,
+        positions_first=any(layout[1] == "s" for layout in parsed.layouts),
+        transposed=inner != outer,
+        inner_precise=parsed.inner_precise,
+        mode=parsed.mode,
+        before=parsed.before,
+        after=parsed.after,
     )
 
 
@@ -287,63 +287,63 @@ class _Mask:
 
     reader: Reader
     node: Node
-    given: _ParsedCall
+    parsed: _ParsedCall
     side: dict[Load, SideLoad] = field(default_factory=dict)
     trusted: list[str] = field(default_factory=list)
 
-    def kept(self, position: Position, met: CallFacts) -> Expr:
+    def kept(self, position: Position, facts: CallFacts) -> Expr:
         """The condition under which a score is kept, at (batch, head, row, key)."""
-        given, node = self.given, self.node
+        parsed, node = self.parsed, self.node
         _, _, row, key = position
-        rows, keys = met.query["s"], met.key["s"]
-        if given.mask is None:
-            if given.mode or (given.before, given.after) != (_UNBOUNDED, _UNBOUNDED):
+        rows, keys = facts.query["s"], facts.key["s"]
+        if parsed.mask is None:
+            if parsed.mode or (parsed.before, parsed.after) != (_UNBOUNDED, _UNBOUNDED):
                 raise Unreadable(
-                    f"sparse_mode {given.mode} and bounds do nothing without atten_mask: the operator attends to every "
-                    "key, or raises; pass torch.ones(2048, 2048, dtype=torch.bool).triu(1) with modes 2 to 4",
+                    f"sparse_mode {parsed.mode} and bounds do nothing without atten_mask: the operator attends to "
+                    "every key, or raises; pass torch.ones(2048, 2048, dtype=torch.bool).triu(1) with modes 2 to 4",
                     node,
                 )
             return TRUE
-        if given.name == _INFERENCE and not isinstance(rows, int):
+        if parsed.name == _INFERENCE and not isinstance(rows, int):
             raise Unreadable(
                 "whether there is one query row is not known, and for one row a mask means another thing", node
             )
-        value = tensor_value(given.mask)
-        if value is None or value.dtype not in met.limits.mask_dtypes:
-            taken = ", ".join(dtype_name(d) for d in met.limits.mask_dtypes)
+        value = tensor_value(parsed.mask)
+        if value is None or value.dtype not in facts.limits.mask_dtypes:
+            accepted = ", ".join(dtype_name(d) for d in facts.limits.mask_dtypes)
             kind = "no tensor" if value is None else f"of {dtype_name(value.dtype)}"
-            raise Unreadable(f"its mask is {kind}: the operator takes {taken}, and no float mask", node)
-        if given.mode in (0, 1) or met.decodes:
-            kept = apply("not", self._masked(given.mask, value, position, met))
-            bounded = given.mode == 0 and not met.decodes
-            return apply("and", kept, _between(key, row, given.before, given.after)) if bounded else kept
-        if given.mode not in (2, 3, 4):
-            raise Unreadable(f"sparse_mode {given.mode} is not read", node)
-        self._check_triangle(given.mask, value, met)
-        own = row if given.mode == 2 else row + keys - rows
-        bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
+            raise Unreadable(f"its mask is {kind}: the operator takes {accepted}, and no float mask", node)
+        if parsed.mode in (0, 1) or facts.decodes:
+            keep = apply("not", self._masked(parsed.mask, value, position, facts))
+            bounded = parsed.mode == 0 and not facts.decodes
+            return apply("and", keep, _between(key, row, parsed.before, parsed.after)) if bounded else keep
+        if parsed.mode not in (2, 3, 4):
+            raise Unreadable(f"sparse_mode {parsed.mode} is not read", node)
+        self._check_triangle(parsed.mask, value, facts)
+        own = row if parsed.mode == 2 else row + keys - rows
+        bounds = (parsed.before, parsed.after) if parsed.mode == 4 else (_UNBOUNDED, 0)
         return _between(key, own, *bounds)
 
-    def _masked(self, mask: Node, value: torch.Tensor, position: Position, met: CallFacts) -> Expr:
+    def _masked(self, mask: Node, value: torch.Tensor, position: Position, facts: CallFacts) -> Expr:
         """Whether a score is masked out: an element of a full-size mask."""
         shape = self.reader.sizes.shape(value)
-        letters = mask_letters(met, shape)
+        letters = mask_letters(facts, shape)
         if letters is None:
             raise Unreadable(
                 f"its mask of {_words(shape)} is of no shape that is documented for "
-                f"{'one query row' if met.decodes else f'sparse_mode {met.mode}'}: {mask_words(met)}",
+                f"{'one query row' if facts.decodes else f'sparse_mode {facts.mode}'}: {mask_words(facts)}",
                 self.node,
             )
-        if met.inference and not _is_contiguous(self.reader, value):
+        if facts.inference and not _is_contiguous(self.reader, value):
             raise Unreadable("its mask is not contiguous, which the inference operator requires", self.node)
         places: dict[str, Index] = {**dict(zip("bhik", position)), "1": 0}
         load = element_of(self.reader, self.node, mask, tuple(places[letter] for letter in letters), self.side)
         return load if value.dtype == torch.bool else apply("ne", load, Const(0))
 
-    def _check_triangle(self, mask: Node, value: torch.Tensor, met: CallFacts) -> None:
+    def _check_triangle(self, mask: Node, value: torch.Tensor, facts: CallFacts) -> None:
         """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
         shape = self.reader.sizes.shape(value)
-        if "".join("s" if n == SIDE else str(n) for n in shape) not in met.limits.compressed:
+        if "".join("s" if n == SIDE else str(n) for n in shape) not in facts.limits.compressed:
             raise Unreadable(f"a mode with a compressed mask needs one of 2048 x 2048, got {_words(shape)}", self.node)
         why, trusted = check_triangle(self.reader, mask, self.reader.order[self.node])
         if why is not None:
@@ -365,9 +365,9 @@ def _is_contiguous(reader: Reader, value: torch.Tensor) -> bool:
 
 
 def _between(key: Index, own: Index, before: int, after: int) -> Expr:
-    kept: Expr = TRUE
+    keep: Expr = TRUE
     if after < _UNBOUNDED:
-        kept = apply("le", index_value(key), index_value(own + after))
+        keep = apply("le", index_value(key), index_value(own + after))
     if before < _UNBOUNDED:
-        kept = apply("and", kept, apply("ge", index_value(key), index_value(own - before)))
-    return kept
+        keep = apply("and", keep, apply("ge", index_value(key), index_value(own - before)))
+    return keep

@@ -116,15 +116,15 @@ class _Operator:
         lower, mask_form = Lowering(plan, nodes, a), decided.mask
         query, key, value = operands(lower, decided.layout, decided.head_dim)
         mask, rows = emitted_mask(lower, mask_form, decided.operator)
-        given: dict[str, Any] = {
+        optional: dict[str, Any] = {
             "scale": abs(a.scale),
             "inner_precise": mask_form.inner_precise,
             "sparse_mode": mask_form.mode,
         }
         if mask is not None:
-            given["atten_mask"] = mask
+            optional["atten_mask"] = mask
         positional, more = self.arguments(a, decided)
-        results = plan.call(decided.overload, query, key, value, *positional, **more, **given)
+        results = plan.call(decided.overload, query, key, value, *positional, **more, **optional)
         out = heads_first(lower, plan.call(operator.getitem, results, 0), decided.result_layout)
         if rows is not None:
             out = _replaced(lower, rows, out)
@@ -157,10 +157,10 @@ class InferAttention(_Operator):
 
     def result_layout(self, a: Attention, layout: Layout, setting: Setting) -> Layout:
         """With positions first, where the program's is, from operands without."""
-        turned = (
+        transposes = (
             layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a) and merged_fits(a, INFERENCE)
         )
-        return _ROWS_FIRST if turned else layout
+        return _ROWS_FIRST if transposes else layout
 
     def arguments(self, a: Attention, plan: OperatorPlan) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Grouped heads by number."""

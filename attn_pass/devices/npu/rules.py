@@ -226,8 +226,8 @@ RULES: tuple[Constraint[Case], ...] = (
 
 def refusal(case: Case) -> str | None:
     """The first reason why an operator does not take an attention, its mask aside; None if it does."""
-    asked = (rule for rule in RULES if not isinstance(rule, Rule) or case.operator in rule.of)
-    return constraints.refusal(asked, case)
+    applicable = (rule for rule in RULES if not isinstance(rule, Rule) or case.operator in rule.of)
+    return constraints.refusal(applicable, case)
 
 
 # ---------------------------------------------------------------- torch's own call
@@ -248,7 +248,7 @@ class Call:
 def dispatched(call: Call, family: str) -> str:
     """The operator torch_npu's ``scaled_dot_product_attention`` ends in on a family; empty for the unfused form."""
     stock = next((known.stock for known in GENERATIONS if known.name == (family or UNKNOWN)), "")
-    taken = (
+    accepted = (
         call.dtype in (torch.float32, *HALF)
         and not (call.dtype == torch.float32 and any(d % 4 for d in call.dims))
         and call.mask in ("none", "boolean")
@@ -257,7 +257,7 @@ def dispatched(call: Call, family: str) -> str:
         and call.dims[0] <= WIDEST
         and call.heads % call.kv_heads == 0
     )
-    return stock if taken else ""
+    return stock if accepted else ""
 
 
 def stock_operator(a: Attention, written: AsWritten, device: Device) -> str | None:

@@ -32,16 +32,16 @@ def check_triangle(reader: Reader, mask: Node, at: int) -> tuple[str | None, boo
     value = tensor_value(mask)
     position = (*(0,) * (0 if value is None else value.dim() - 2), axis_index(_ROW), axis_index(_KEY))
     element = reader.element(mask, position, at)
-    made = {load: _number(reader, load) for load in loads(element)}
-    if None not in made.values():
-        numbers = tuple((load.source, number) for load, number in made.items() if number is not None)
+    numbers_of = {load: _number(reader, load) for load in loads(element)}
+    if None not in numbers_of.values():
+        numbers = tuple((load.source, number) for load, number in numbers_of.items() if number is not None)
         return (None if _is_triangle(element, numbers) else _OTHER), False
     load = element.args[0] if isinstance(element, Apply) and element.op == "cast" else element
     if not isinstance(load, Load) or (isinstance(element, Apply) and element.dtype != torch.bool):
         return _UNREAD, False
     node = reader.source_nodes[load.source]
-    whole = [(i, size) for i, size in zip(load.index, reader.shape(node)) if size != 1]
-    if node.op not in ("placeholder", "get_attr") or whole != [(axis_index(_ROW), SIDE), (axis_index(_KEY), SIDE)]:
+    whole_load = [(i, size) for i, size in zip(load.index, reader.shape(node)) if size != 1]
+    if node.op not in ("placeholder", "get_attr") or whole_load != [(axis_index(_ROW), SIDE), (axis_index(_KEY), SIDE)]:
         return _UNREAD, False
     if reader.effects.mutations(node):
         return _UNREAD, False

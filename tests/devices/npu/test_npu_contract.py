@@ -346,7 +346,7 @@ def test_a_triangle_that_a_checkpoint_is_given() -> None:
 def met(**changed: Any) -> CallFacts:
     sizes = {"b": 2, "h": 4, "s": 6, "d": 16}
     plain = {"inference": True, "dtypes": (BF16,) * 3, "is_contiguous": True, "positions_first": False}
-    plain |= {"turned": False, "inner_precise": 0, "mode": 0, "before": 1, "after": 1}
+    plain |= {"transposed": False, "inner_precise": 0, "mode": 0, "before": 1, "after": 1}
     return CallFacts(**{**plain, "query": sizes, "key": sizes, "value": sizes, **changed})
 
 
