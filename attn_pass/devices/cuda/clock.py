@@ -32,6 +32,6 @@ class EventClock(Clock):
         began = time.perf_counter()
         for _ in range(calls):
             run()
-        taken = (time.perf_counter() - began) * 1e6 / calls
+        us = (time.perf_counter() - began) * 1e6 / calls
         torch.cuda.synchronize()
-        return taken
+        return us

@@ -57,8 +57,8 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
     memory /= min(1.0, spread * _CORE_BANDWIDTH)
     mask = 0.0
     if problem.mask_elements:
-        made = traffic(device, 2 * problem.mask_elements * problem.mask_bytes)
-        mask = made + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
+        written_us = traffic(device, 2 * problem.mask_elements * problem.mask_bytes)
+        mask = written_us + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
         arithmetic *= _MASKED
     copies = traffic(device, 2 * problem.copied_bytes)
     plan = device.plan_us / _PLAN_USES if growing and shape.builds_plans else 0.0
@@ -84,8 +84,8 @@ def split_keys(device: Device, shares: Shares, problem: Problem) -> float:
 def _join(device: Device, problem: Problem, packed: int) -> float:
     """The second kernel of a split: it waits for the first, and reads the parts, 32 at a time, in float32."""
     programs = problem.batch * problem.kv_heads * -(-packed // _SPLIT_ROWS)
-    wanted = max(1, _PROGRAMS_PER_CORE * device.cores // max(1, programs))
-    splits = max(1, min(wanted, -(-problem.kv_len // _LEAST_KEYS)))
+    enough_splits = max(1, _PROGRAMS_PER_CORE * device.cores // max(1, programs))
+    splits = max(1, min(enough_splits, -(-problem.kv_len // _LEAST_KEYS)))
     parts = 4.0 * splits * problem.batch * problem.heads * problem.q_len * problem.value_dim
     waves = -(-splits // _JOINED_AT_ONCE)
     return device.join_us * (1 + waves) / 3 + 2 * parts / device.cache_gbytes / 1e3

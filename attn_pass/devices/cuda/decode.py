@@ -128,15 +128,15 @@ class Decode(CudaKernel):
 
         Keys that were written in place before are taken for a cache that is half full, and any others to count all.
         """
-        whole = self.microseconds(setting.device, problem)
-        found = None if decided.valid is not None else mask_range.range_of(a, decided.mask, setting)
-        if found is None:
-            return decided, whole
+        all_keys_us = self.microseconds(setting.device, problem)
+        mask_ranges = None if decided.valid is not None else mask_range.range_of(a, decided.mask, setting)
+        if mask_ranges is None:
+            return decided, all_keys_us
         half = self.microseconds(setting.device, _half_full(problem))
-        taken = mask_range.microseconds(problem, setting)
-        if not looking.pays(taken, whole, half):
-            return decided, whole
-        return replace(decided, valid=found), taken + (half if setting.over_cache else whole)
+        looking_us = mask_range.microseconds(problem, setting)
+        if not looking.pays(looking_us, all_keys_us, half):
+            return decided, all_keys_us
+        return replace(decided, valid=mask_ranges), looking_us + (half if setting.over_cache else all_keys_us)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[DecodePlan], setting: Setting) -> Value:
         """Plans the operator's call."""

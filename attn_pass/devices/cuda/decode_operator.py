@@ -121,9 +121,9 @@ def gpu_of(device: torch.device) -> tuple[Room, int]:
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
     """Into how many parts the keys are cut, so that every multiprocessor has work."""
-    wanted = max(1, _PROGRAMS_PER_CORE * cores // max(1, programs))
+    enough_splits = max(1, _PROGRAMS_PER_CORE * cores // max(1, programs))
     most = (kv_len + _LEAST_KEYS - 1) // _LEAST_KEYS
-    return torch.sym_max(1, torch.sym_min(wanted, most))  # type: ignore[no-any-return]
+    return torch.sym_max(1, torch.sym_min(enough_splits, most))  # type: ignore[no-any-return]
 
 
 def numbers_for(inputs: Inputs, room: Room, cores: int) -> tuple[Tiles, int]:
@@ -134,8 +134,8 @@ def numbers_for(inputs: Inputs, room: Room, cores: int) -> tuple[Tiles, int]:
     mask_bytes = 0 if inputs.mask is None else inputs.mask.itemsize
     tiles = tiles_for(rows, dim, value_dim, mask_bytes, room, one_mask_row=inputs.has_one_mask_row)
     windowed = inputs.causal and inputs.window >= 0
-    seen = torch.sym_min(kv_len, inputs.window + q_len) if windowed else kv_len
-    return tiles, splits_for(batch * kv_heads * _blocks(rows, tiles), seen, cores)
+    kept_keys = torch.sym_min(kv_len, inputs.window + q_len) if windowed else kv_len
+    return tiles, splits_for(batch * kv_heads * _blocks(rows, tiles), kept_keys, cores)
 
 
 def _blocks(rows: int, tiles: Tiles) -> int:
@@ -341,14 +341,14 @@ def reference_with_lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
         length = kv_len if inputs.lengths is None else inputs.lengths[:, None, None, None]
         start = 0 if inputs.starts is None else inputs.starts[:, None, None, None]
         valid = ((at >= start) & (at < length)).view(-1, 1, 1, kv_len)
-        kept, last = valid, rows + length - q_len
+        keeps, last = valid, rows + length - q_len
         if inputs.causal:
-            kept = kept & (at <= last)
+            keeps = keeps & (at <= last)
             if inputs.window >= 0:
-                kept = kept & (at >= last - inputs.window)
-        scores = torch.where(kept, scores, float("-inf"))
+                keeps = keeps & (at >= last - inputs.window)
+        scores = torch.where(keeps, scores, float("-inf"))
         if inputs.mean:
-            keeps_none = ~kept.any(-1, keepdim=True)
+            keeps_none = ~keeps.any(-1, keepdim=True)
             scores = torch.where(keeps_none, 0.0, scores)
             valid = valid | keeps_none.any(2, keepdim=True)
         value = torch.where(valid.transpose(-1, -2), value, 0.0)  # whatever lies elsewhere, NaN too, is not read

@@ -82,14 +82,14 @@ class FlashAttn(CudaKernel):
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.kind != "cuda")
         try:
-            given = arguments_of(attention)
-        except NoForm as found:
-            return Refusal(self.name, str(found))
-        reason = refusal_of_rows(attention, given, setting) or _refusal_of_slopes(attention, given)
+            arguments = arguments_of(attention)
+        except NoForm as no_form:
+            return Refusal(self.name, str(no_form))
+        reason = refusal_of_rows(attention, arguments, setting) or _refusal_of_slopes(attention, arguments)
         if reason is not None:
             return Refusal(self.name, reason)
-        assumptions = assumed_of_rows(attention, given, setting)
-        decided = FlashAttnPlan(given, _width(attention))
+        assumptions = assumed_of_rows(attention, arguments, setting)
+        decided = FlashAttnPlan(arguments, _width(attention))
         problem = _problem(attention, decided, setting)
         return Offer(
             self.name,
@@ -105,21 +105,21 @@ class FlashAttn(CudaKernel):
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[FlashAttnPlan], setting: Setting) -> Value:
         """Plans the call."""
         a, call = offer.attention, plan.call
-        given, width = offer.plan.arguments, offer.plan.width
+        arguments, width = offer.plan.arguments, offer.plan.width
         lower = Lowering(plan, nodes, a)
         query, key, value = _operands(lower, width)
-        if given.negated:  # the kernel takes the largest product before it scales
+        if arguments.negated:  # the kernel takes the largest product before it scales
             query = call(aten.neg.default, query)
-        slopes = None if given.slopes is None else _slopes(lower, given.slopes)
+        slopes = None if arguments.slopes is None else _slopes(lower, arguments.slopes)
         out: Value
         if a.needs_grad:
             out = call(
                 _function(),
                 *(query, key, value),
-                softmax_scale=given.scale,
-                causal=given.causal,
-                window_size=(given.left, given.right),
-                softcap=given.softcap,
+                softmax_scale=arguments.scale,
+                causal=arguments.causal,
+                window_size=(arguments.left, arguments.right),
+                softcap=arguments.softcap,
                 alibi_slopes=slopes,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
@@ -128,11 +128,11 @@ class FlashAttn(CudaKernel):
                 _operator(),
                 *(query, key, value),
                 0.0,
-                given.scale,
-                causal=given.causal,
-                window_size_left=given.left,
-                window_size_right=given.right,
-                softcap=given.softcap,
+                arguments.scale,
+                causal=arguments.causal,
+                window_size_left=arguments.left,
+                window_size_right=arguments.right,
+                softcap=arguments.softcap,
                 alibi_slopes=slopes,
                 return_softmax=False,
             )
@@ -201,28 +201,28 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
 )
 
 
-def assumed_of_rows(a: Attention, given: Arguments, setting: Setting) -> tuple[str, ...]:
+def assumed_of_rows(a: Attention, arguments: Arguments, setting: Setting) -> tuple[str, ...]:
     """What is assumed of rows that may be fully masked, for which the kernels give 0."""
-    if given.rows_never_empty:
+    if arguments.rows_never_empty:
         return ()
     if setting.assume_nonempty_rows:
         return (NONEMPTY,)
     return (EMPTY_ROWS,) if a.empty_row_is_nan else ()
 
 
-def refusal_of_rows(a: Attention, given: Arguments, setting: Setting, kernel: str = LIBRARY) -> str | None:
+def refusal_of_rows(a: Attention, arguments: Arguments, setting: Setting, kernel: str = LIBRARY) -> str | None:
     """Why such rows keep the site from a kernel that gives 0 for them."""
-    if given.rows_never_empty or setting.assume_nonempty_rows:
+    if arguments.rows_never_empty or setting.assume_nonempty_rows:
         return None
-    if setting.numerics == "strict" and (a.empty_row_is_nan or given.finite_fill):
+    if setting.numerics == "strict" and (a.empty_row_is_nan or arguments.finite_fill):
         return "numerics='strict': a row may be fully masked"
-    if given.finite_fill:
+    if arguments.finite_fill:
         return f"a row may be fully masked by a finite number, which gives the mean of the values, and 0 in {kernel}"
     return None
 
 
-def _refusal_of_slopes(a: Attention, given: Arguments) -> str | None:
-    learned = () if given.slopes is None else loads(given.slopes)
+def _refusal_of_slopes(a: Attention, arguments: Arguments) -> str | None:
+    learned = () if arguments.slopes is None else loads(arguments.slopes)
     if a.needs_grad and any(a.sources[load.source].needs_grad for load in learned):
         return "the slopes need a gradient, which flash_attn does not give"
     return None

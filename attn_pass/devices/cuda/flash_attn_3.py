@@ -81,45 +81,49 @@ class FlashAttn3(CudaKernel):
         if reason is not None:
             return Refusal(self.name, reason)
         try:
-            given, dims = arguments_of(attention), widths(attention)
-        except NoForm as found:
-            return Refusal(self.name, str(found))
-        reason = _refusal_of_arguments(attention, given, setting)
+            arguments, dims = arguments_of(attention), widths(attention)
+        except NoForm as no_form:
+            return Refusal(self.name, str(no_form))
+        reason = _refusal_of_arguments(attention, arguments, setting)
         if reason is not None:
             return Refusal(self.name, reason)
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
         if dims != (attention.head_dim, attention.value_head_dim):
             problem = replace(problem, copied_bytes=problem.copied_bytes + problem.operand_bytes)
-        problem = replace(problem, causal=given.causal, mask_elements=0, head_dim=dims[0], value_dim=dims[1])
+        problem = replace(problem, causal=arguments.causal, mask_elements=0, head_dim=dims[0], value_dim=dims[1])
         return Offer(
             self.name,
             variant,
             attention,
             cost_of(self.name, attention, problem, setting),
             fused=True,
-            plan=FlashAttn3Plan(given, dims),
-            assumptions=assumed_of_rows(attention, given, setting),
+            plan=FlashAttn3Plan(arguments, dims),
+            assumptions=assumed_of_rows(attention, arguments, setting),
             moved=problem.moved_bytes,
         )
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[FlashAttn3Plan], setting: Setting) -> Value:
         """Plans the call."""
         a, call = offer.attention, plan.call
-        given, lower = offer.plan.arguments, Lowering(plan, nodes, a)
+        arguments, lower = offer.plan.arguments, Lowering(plan, nodes, a)
         query, key, value = _operands(lower, offer.plan.widths)
-        if given.negated:  # the kernel takes the largest product before it scales
+        if arguments.negated:  # the kernel takes the largest product before it scales
             query = call(aten.neg.default, query)
-        same: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.causal, "softcap": given.softcap}
+        same: dict[str, Any] = {
+            "softmax_scale": arguments.scale,
+            "causal": arguments.causal,
+            "softcap": arguments.softcap,
+        }
         out: Value
         if a.needs_grad:
-            window = (given.left, given.right)
+            window = (arguments.left, arguments.right)
             deterministic = torch.are_deterministic_algorithms_enabled()
             function = imported(*_PACKAGE).flash_attn_func
             out = call(function, query, key, value, **same, window_size=window, deterministic=deterministic)
         else:
             imported(*_PACKAGE)
             forward = torch.ops.flash_attn_3._flash_attn_forward.default
-            sides = {"window_size_left": given.left, "window_size_right": given.right}
+            sides = {"window_size_left": arguments.left, "window_size_right": arguments.right}
             out = call(operator.getitem, call(forward, query, key, value, **same, **sides), 0)
         out = call(aten.transpose.int, out, 1, 2)
         if fake_of(out).shape[-1] != a.value_head_dim:
@@ -157,10 +161,10 @@ def _has_widths(a: Attention) -> bool:
     return True
 
 
-def _refusal_of_arguments(a: Attention, given: Arguments, setting: Setting) -> str | None:
-    if given.slopes is not None:
+def _refusal_of_arguments(a: Attention, arguments: Arguments, setting: Setting) -> str | None:
+    if arguments.slopes is not None:
         return "flash_attn_3 takes no ALiBi slopes"  # flash_api_stable.cpp: the schema of fwd has none
-    return refusal_of_rows(a, given, setting, LIBRARY_3)
+    return refusal_of_rows(a, arguments, setting, LIBRARY_3)
 
 
 def _needs_no_wide_gradient(a: Attention, setting: Setting) -> bool:
@@ -241,11 +245,11 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
 def _operands(lower: Lowering, dims: tuple[int, int]) -> tuple[Value, Value, Value]:
     """Query, key and value (B, L or S, H, D), as views where they lie as the kernel's loads of 16 bytes ask."""
     plan, dtype = lower.plan, lower.attention.compute_dtype
-    made = []
+    heads_first = []
     for operand, dim in zip((lower.query(dtype), lower.key(dtype), lower.value(dtype)), (dims[0], dims[0], dims[1])):
         laid_out = in_vectors(plan, unbroadcast(plan, dense_last(plan, widened(plan, operand, dim))))
-        made.append(plan.call(aten.transpose.int, laid_out, 1, 2))
-    query, key, value = made
+        heads_first.append(plan.call(aten.transpose.int, laid_out, 1, 2))
+    query, key, value = heads_first
     return query, key, value
 
 

@@ -192,10 +192,10 @@ def _added(a: Attention, bias: Expr) -> _Added:
         if any(not f <= torch.finfo(a.score_dtype).min / 2 for f in fills):
             raise NoForm(NO_FORM)
         finite = finite or any(f != float("-inf") for f in fills)
-        kept: Expr = FALSE
+        keeps: Expr = FALSE
         for piece, value in values:
-            kept = apply("or", kept, piece) if value.value == 0 else kept
-        condition = apply("and", condition, kept)
+            keeps = apply("or", keeps, piece) if value.value == 0 else keeps
+        condition = apply("and", condition, keeps)
     if len(terms) > 1:
         raise NoForm(NO_FORM)
     return _Added(terms[0] if terms else None, condition, finite)

@@ -61,11 +61,11 @@ def find(reader: Reader) -> Iterator[Site]:
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS)
-            given = _arguments(node)
+            call_args = _arguments(node)
             with reader.site() as used:
-                described = describe(_lift(reader, node, result, given), used)
+                described = describe(_lift(reader, node, result, call_args), used)
             check_window(reader, described, result)
-            written = AsWritten(fused=True, causal=bool(given["causal"]), library=FORM)
+            written = AsWritten(fused=True, causal=bool(call_args["causal"]), library=FORM)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written, is_call=True)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
@@ -120,9 +120,9 @@ def _arguments(node: Node) -> dict[str, Any]:
     schema = overload._schema.arguments
     if {a.name for a in schema} != set(_PARAMETERS):
         raise Unreadable("the call is of another version of flash_attn's operator", node)
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= dict(zip((a.name for a in schema), node.args))
-    given |= node.kwargs
+    call_args = {a.name: a.default_value for a in schema if a.has_default_value()}
+    call_args |= dict(zip((a.name for a in schema), node.args))
+    call_args |= node.kwargs
     for name, kind in (
         ("dropout_p", float),
         ("softcap", float),
@@ -131,12 +131,12 @@ def _arguments(node: Node) -> dict[str, Any]:
         ("causal", bool),
         ("return_softmax", bool),
     ):
-        given[name] = _number(given[name])
-        if not isinstance(given[name], (int, kind)):
+        call_args[name] = _number(call_args[name])
+        if not isinstance(call_args[name], (int, kind)):
             raise Unreadable(f"{name} is not a constant", node)
-    if given["return_softmax"]:
+    if call_args["return_softmax"]:
         raise Unreadable("the call asks for the attention weights", node)
-    return given
+    return call_args
 
 
 def _number(value: Any) -> Any:
@@ -150,8 +150,8 @@ def _number(value: Any) -> Any:
     return held if isinstance(held, (bool, int, float)) else value
 
 
-def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Parts:
-    operands = {name: given[name] for name in ("q", "k", "v")}
+def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -> Parts:
+    operands = {name: call_args[name] for name in ("q", "k", "v")}
     q, k, v, out = (tensor_value(n) for n in (*operands.values(), result))
     if q is None or k is None or v is None or out is None or any(t.dim() != 4 for t in (q, k, v)):
         raise Unreadable("an operand is not a tensor of four dimensions", node)
@@ -178,7 +178,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
         "v": (batch, key, kv_head, at[3]),
     }
     side: dict[Load, SideLoad] = {}
-    score = _score(reader, node, given, (batch, head, row, key), (q_shape[1], k_shape[1]), side)
+    score = _score(reader, node, call_args, (batch, head, row, key), (q_shape[1], k_shape[1]), side)
 
     def forms(name: str) -> list[OperandForm]:
         # A tensor multiplied into the half-precision query stays: the scores, in float32, are not what it was for.
@@ -199,7 +199,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
         side=side,
         score_dtype=torch.float32,
         product_dtypes=(out.dtype, out.dtype),
-        dropout=float(given["dropout_p"]),
+        dropout=float(call_args["dropout_p"]),
         empty_row_is_nan=False,
     )
 
@@ -216,22 +216,22 @@ def _differ(one: Index, other: Index) -> bool:
 def _score(
     reader: Reader,
     node: Node,
-    given: dict[str, Any],
+    call_args: dict[str, Any],
     position: Position,
     lengths: tuple[Index, Index],
     side: dict[Load, SideLoad],
 ) -> Expr:
     """Scale, soft cap, ALiBi, mask, in the order of the kernel (flash_fwd_kernel.h, mask.h in 2.8.3)."""
     batch, head, row, key = position
-    scale = reader.scalar(given["softmax_scale"], reader.order[node])
+    scale = reader.scalar(call_args["softmax_scale"], reader.order[node])
     if scale is None:
         raise Unreadable("the scale is neither a number nor a symbolic number", node)
     score = apply("mul", Dot(), scale)
-    cap = float(given["softcap"])
+    cap = float(call_args["softcap"])
     if cap > 0:
         score = apply("mul", apply("tanh", apply("div", score, Const(cap))), Const(cap))
     own = row + lengths[1] - lengths[0]  # the key that stands where the row does
-    slopes = given["alibi_slopes"]
+    slopes = call_args["alibi_slopes"]
     if slopes is not None:
         value = tensor_value(slopes)
         if value is None or value.dim() not in (1, 2):
@@ -239,7 +239,7 @@ def _score(
         slope = element_of(reader, node, slopes, (batch, head)[2 - value.dim() :], side)
         distance = apply("cast", apply("abs", index_value(own - key)), dtype=torch.float32)
         score = apply("sub", score, apply("mul", slope, distance))
-    before, after = _window(node, given, lengths)
+    before, after = _window(node, call_args, lengths)
     condition: Expr = TRUE
     if after is not None:
         condition = apply("le", index_value(key), index_value(own + after))
@@ -248,17 +248,17 @@ def _score(
     return apply("where", condition, score, Const(float("-inf")))
 
 
-def _window(node: Node, given: dict[str, Any], lengths: tuple[Index, Index]) -> tuple[Index | None, Index | None]:
+def _window(node: Node, call_args: dict[str, Any], lengths: tuple[Index, Index]) -> tuple[Index | None, Index | None]:
     """How many keys before and after its own position a row attends to; None for no limit.
 
     The steps of ``mha_fwd`` and ``set_params_fprop``, which matter where there are more rows than keys: a side without
     a limit then has one, of ``kv_len``, if the other side has one.
     """
     q_len, kv_len = lengths
-    left, right = given["window_size_left"], given["window_size_right"]
+    left, right = call_args["window_size_left"], call_args["window_size_right"]
     if isinstance(kv_len, int):
         left, right = (-1 if n >= kv_len else n for n in (left, right))
-    if given["causal"]:
+    if call_args["causal"]:
         right = 0
     if left < 0 and right <= 0:
         return None, (None if right < 0 else 0)

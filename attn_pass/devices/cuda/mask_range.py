@@ -40,8 +40,8 @@ class MaskRange:
         a, call = lower.attention, lower.plan.call
         with lower.plan.sharing():
             keeps = self._kept(lower)
-            place = {"dtype": torch.int32, "device": a.sources[a.query.source].device}
-            keys = call(aten.arange.default, lower.plan.size(a.kv_len), **place)
+            int32 = {"dtype": torch.int32, "device": a.sources[a.query.source].device}
+            keys = call(aten.arange.default, lower.plan.size(a.kv_len), **int32)
 
             def largest(number: Value) -> Value:
                 return call(aten.amax.default, call(aten.mul.Tensor, keeps, number), [1, 2, 3])

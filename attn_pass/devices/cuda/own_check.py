@@ -79,18 +79,18 @@ def refuses(kernel: str, call: Call, multiple: int) -> bool:
     of_here = call.device.is_here and call.device.type == "cuda" and kernel in _CHECKS
     if not of_here or not torch.backends.cuda.is_built():
         return False
-    asked = shown(call, multiple)
-    return asked is not None and _refuses(kernel, asked, call.device.kernels)
+    call_shown = shown(call, multiple)
+    return call_shown is not None and _refuses(kernel, call_shown, call.device.kernels)
 
 
 @lru_cache(maxsize=512)
-def _refuses(kernel: str, asked: Shown, switched_on: tuple[str, ...]) -> bool:
+def _refuses(kernel: str, call_shown: Shown, switched_on: tuple[str, ...]) -> bool:
     del switched_on  # which the check asks torch for: part of what an answer holds for
     check = getattr(torch.backends.cuda, _CHECKS[kernel], None)
     if check is None:
         return False
     try:
         with torch.enable_grad():
-            return not check(asked.parameters())
+            return not check(call_shown.parameters())
     except (RuntimeError, TypeError):  # no driver after all, or a torch that asks otherwise
         return False

@@ -134,18 +134,18 @@ def first_difference(run: Run, device: torch.device) -> str | None:
                 out, lse = run(_moved(inputs, device))
         else:
             out, lse = run(inputs)
-        for what, result, wanted, allowed in (
+        for part, result, expected, allowed in (
             ("result", out, right, _OF_RESULT[case.dtype]),
             ("log-sum-exp", lse, right_lse, _OF_LSE),
         ):
-            apart = _apart(result.cpu().double(), wanted.double())
+            apart = _apart(result.cpu().double(), expected.double())
             if not apart <= allowed:
-                return f"{case.name}: the {what} is off by {apart:.2g}, where {allowed:g} is rounding"
+                return f"{case.name}: the {part} is off by {apart:.2g}, where {allowed:g} is rounding"
     return None
 
 
-def _apart(result: Tensor, wanted: Tensor) -> float:
-    difference = torch.where(result == wanted, 0.0, (result - wanted).abs() / wanted.abs().clamp(min=1.0))
+def _apart(result: Tensor, expected: Tensor) -> float:
+    difference = torch.where(result == expected, 0.0, (result - expected).abs() / expected.abs().clamp(min=1.0))
     return float(difference.nan_to_num(nan=torch.inf).max())
 
 
@@ -179,8 +179,8 @@ def inputs_of(case: Case) -> Inputs:
 
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
-    given = (inputs.mask, inputs.lengths, inputs.starts)
-    mask, lengths, starts = (None if x is None else x.to(device) for x in given)
+    tensors = (inputs.mask, inputs.lengths, inputs.starts)
+    mask, lengths, starts = (None if x is None else x.to(device) for x in tensors)
     query, key, value = (x.to(device) for x in (inputs.query, inputs.key, inputs.value))
     return replace(inputs, query=query, key=key, value=value, mask=mask, lengths=lengths, starts=starts)
 

@@ -138,7 +138,7 @@ def _plain(device: Device, at: torch.device) -> Iterator[tuple[str, Callable[[],
 
 def _plans(kernel: str, at: torch.device, readings: Readings) -> list[float]:
     """Microseconds the host takes for a kernel's first call at a length, more than for the second."""
-    taken = []
+    times_us = []
     try:
         for length in _NEW_LENGTHS:
             run = Point(kernel, 1, 4, 4, length, length, 64).run(at)
@@ -149,11 +149,11 @@ def _plans(kernel: str, at: torch.device, readings: Readings) -> list[float]:
                 run()
                 torch.cuda.synchronize()
                 times.append((time.perf_counter() - began) * 1e6)
-            taken.append(max(_LEAST_US, times[0] - times[1]))
+            times_us.append(max(_LEAST_US, times[0] - times[1]))
     except Exception as error:
         readings.failed["plan_us"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return []
-    return taken[1:]  # the first call of all builds the library's handle as well
+    return times_us[1:]  # the first call of all builds the library's handle as well
 
 
 # ---------------------------------------------------------------- the fit
@@ -194,12 +194,14 @@ def _rates(device: Device, readings: Readings) -> dict[str, Any]:
     return fields
 
 
-def _shares(device: Device, attention: Mapping[Point, Reading], wanted: tuple[str, ...]) -> dict[str, dict[str, float]]:
+def _shares(
+    device: Device, attention: Mapping[Point, Reading], kernels: tuple[str, ...]
+) -> dict[str, dict[str, float]]:
     """For every kernel the requested fields of `Shares` that some point determines, each the median over its points."""
     fitted: dict[tuple[str, str], list[float]] = {}
     for point, reading in attention.items():
         name = _share_of(point)
-        if name in wanted and point.kernel in device.shares:
+        if name in kernels and point.kernel in device.shares:
             share = calibration.fitted(device, point.kernel, name, point.predicted_us, reading.us)
             if _SENSIBLE[0] < share < _SENSIBLE[1] and _decides(device, point, name, share):
                 fitted.setdefault((point.kernel, name), []).append(share)

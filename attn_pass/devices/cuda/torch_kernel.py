@@ -158,9 +158,9 @@ class Kernel(CudaKernel):
         lower = Lowering(plan, nodes, a)
         query, key, value = _operands(lower, decided.dims)
         mask, empty = self._masked(lower, decided.mask, setting) if decided.mask.is_tensor else (None, None)
-        asked = query if empty is None else empty.queried(query)
+        safe_query = query if empty is None else empty.queried(query)
         saves = a.needs_grad or setting.program == "export"  # which may be trained
-        out = self.called(lower, (asked, key, value), mask, decided, saves=saves)
+        out = self.called(lower, (safe_query, key, value), mask, decided, saves=saves)
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if fake_of(out).shape[-1] != a.value_head_dim:
@@ -206,13 +206,13 @@ def _operands(lower: Lowering, dims: Dims) -> tuple[Value, Value, Value]:
     """
     plan, a = lower.plan, lower.attention
     dtype = a.compute_dtype
-    made = []
+    operands = []
     for value, to in zip((lower.query(dtype), lower.key(dtype), lower.value(dtype)), (dims[0], dims[0], dims[1])):
         value = value if to is None else widened(plan, value, to)
-        made.append(in_vectors(plan, dense_last(plan, value)))
+        operands.append(in_vectors(plan, dense_last(plan, value)))
     if a.scale < 0:
-        made[0] = plan.call(aten.neg.default, made[0])
-    query, key, value = made
+        operands[0] = plan.call(aten.neg.default, operands[0])
+    query, key, value = operands
     return query, key, value
 
 
