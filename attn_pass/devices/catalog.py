@@ -37,8 +37,8 @@ class Sheet:
 
 def row_of(name: str, sheets: Sequence[Sheet]) -> Sheet | None:
     """The row of this name, in any case, with or without its spaces ("Ascend 910B", "ascend910b")."""
-    wanted = name.lower().replace(" ", "")
-    return next((s for s in sheets if s.name.lower().replace(" ", "") == wanted), None)
+    normalized = name.lower().replace(" ", "")
+    return next((s for s in sheets if s.name.lower().replace(" ", "") == normalized), None)
 
 
 def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:

@@ -108,10 +108,10 @@ def device_for(tensors: torch.device, asked: str | None = None, runtime: str | N
         return of_type(runtime).here(tensors)
     if asked is None:
         return of_type(tensors.type).here(tensors)
-    return named(asked) or _asked(torch.device(asked))
+    return named(asked) or _device_at(torch.device(asked))
 
 
-def _asked(at: torch.device) -> Device:
+def _device_at(at: torch.device) -> Device:
     family = of_type(at.type)
     device = family.here(at)
     return device if device.is_here or not family.names else by_name(family.names[0])

@@ -110,8 +110,8 @@ def _covers_scores(attention: Attention) -> bool:
     if attention.mask.is_none or attention.is_causal:
         return True
     used = {axis for part in attention.mask.parts() for axis in expression_axes(part)}
-    wanted = {axis for axis in (*attention.rows, attention.keys) if axis.size != 1}
-    return wanted <= used
+    score_axes = {axis for axis in (*attention.rows, attention.keys) if axis.size != 1}
+    return score_axes <= used
 
 
 def groups_rule(source: str) -> Rule:

@@ -271,14 +271,14 @@ _INSIDE: ContextVar[bool] = ContextVar("attn_pass_interpreted", default=False)
 
 
 @contextmanager
-def _interpreted(wanted: bool) -> Iterator[None]:
+def _interpreted(interpret: bool) -> Iterator[None]:
     """Inside it the flash kernel is traced to plain XLA operations.
 
     The library's function has no argument for it, and ``force_tpu_interpret_mode`` needs tokens, which
     ``call_jax`` does not pass on. So the library's module gets another ``pallas_call``, which interprets for callers
     inside, in this thread only: other threads may trace for a TPU in the meantime.
     """
-    if not wanted:
+    if not interpret:
         yield
         return
     from jax.experimental.pallas.ops.tpu import flash_attention as library

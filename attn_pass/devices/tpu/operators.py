@@ -81,8 +81,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
 
 @attention_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    made = tuple(x.new_empty(x.shape) for x in (query, key, value))
-    return (*made, query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
+    gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
+    return (*gradients, query.new_empty(0) if bias is None else bias.new_empty(bias.shape))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -126,7 +126,7 @@ class _Pallas:
             key,
             value,
             matrix,
-            None if mask.kept is None else _kept(lower, mask.kept),
+            None if mask.kept is None else _keep_tensor(lower, mask.kept),
             self.kind,
             abs(a.scale),
             mask.lower,
@@ -204,11 +204,11 @@ def _block_sizes(b: Blocks) -> list[int]:
     return [b.rows, b.keys, *((b.rows_back, b.keys_back) if b.rows_back else ())]
 
 
-def _kept(lower: Lowering, condition: Expr) -> Value:
+def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
     """The keys that are kept, (B, S)."""
     plan, a = lower.plan, lower.attention
-    kept = lower.condition(condition, (a.batch, (a.keys,)))
-    return plan.call(aten.expand.default, kept, [plan.size(a.batch_size), plan.size(a.kv_len)])
+    keep = lower.condition(condition, (a.batch, (a.keys,)))
+    return plan.call(aten.expand.default, keep, [plan.size(a.batch_size), plan.size(a.kv_len)])
 
 
 def _matrix(lower: Lowering, setting: Setting) -> Value:
@@ -226,12 +226,12 @@ def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value
     plan, a = lower.plan, lower.attention
     if a.mask.bias is not None:
         assert matrix is not None
-        kept = plan.call(aten.gt.Scalar, plan.call(aten.amax.default, matrix, [-1], True), _NEG_INF)
-        return plan.call(aten.where.ScalarOther, kept, out, 0.0)
+        not_empty = plan.call(aten.gt.Scalar, plan.call(aten.amax.default, matrix, [-1], True), _NEG_INF)
+        return plan.call(aten.where.ScalarOther, not_empty, out, 0.0)
     assert a.mask.condition is not None
-    kept = plan.call(aten.any.dim, lower.condition(a.mask.condition, lower.mask_groups()), -1, True)
+    not_empty = plan.call(aten.any.dim, lower.condition(a.mask.condition, lower.mask_groups()), -1, True)
     if a.mask.only_hides:
-        return plan.call(aten.where.ScalarOther, kept, out, 0.0)
+        return plan.call(aten.where.ScalarOther, not_empty, out, 0.0)
     width_ = fake_of(out).shape[-1]
     mean: Value = plan.call(aten.mean.dim, value, [-2], True, dtype=torch.float32)
     if fake_of(mean).shape[-1] != width_:
@@ -240,4 +240,4 @@ def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value
     if groups != 1:
         mean = plan.call(aten.repeat_interleave.self_int, mean, groups, 1)
     mean = plan.call(aten.to.dtype, mean, fake_of(out).dtype)
-    return plan.call(aten.where.self, kept, out, mean)
+    return plan.call(aten.where.self, not_empty, out, mean)

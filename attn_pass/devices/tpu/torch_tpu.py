@@ -59,5 +59,5 @@ def operator(call: Call, back: bool, biased: bool, masked: bool) -> Callable[...
     digest = hashlib.sha256(repr((call, back, biased, masked)).encode()).hexdigest()[:12]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that jax_op is experimental
-        made: Callable[..., Any] = jax_op(f"attn_pass_tpu::{call.kind}{'_backward' * back}_{digest}", attention)
-    return made
+        jax_operator: Callable[..., Any] = jax_op(f"attn_pass_tpu::{call.kind}{'_backward' * back}_{digest}", attention)
+    return jax_operator

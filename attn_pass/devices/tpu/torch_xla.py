@@ -69,8 +69,8 @@ def _precision(dtype: torch.dtype) -> str:
     """Of products, as torch_xla computes the program's own."""
     if dtype != torch.float32:
         return "default"
-    asked = getattr(importlib.import_module("torch_xla.backends"), "get_mat_mul_precision", lambda: "default")()
-    return "default" if asked == "default" else "highest"
+    precision = getattr(importlib.import_module("torch_xla.backends"), "get_mat_mul_precision", lambda: "default")()
+    return "default" if precision == "default" else "highest"
 
 
 def _builder() -> Any:
