@@ -29,8 +29,8 @@ def added_mask(site: Node) -> Node | None:
     sequences: it may mask, too.
     """
     bias = site.kwargs.get("bias")
-    told = any(site.kwargs.get(name) is not None for name in ("keep", "starts", "ends"))
-    if not has_gradients(site) or not isinstance(bias, Node) or told:
+    masked_otherwise = any(site.kwargs.get(name) is not None for name in ("keep", "starts", "ends"))
+    if not has_gradients(site) or not isinstance(bias, Node) or masked_otherwise:
         return None
     parts = list(_parts(bias))
     masks = [n for n in parts if not is_trained(n)]

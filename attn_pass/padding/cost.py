@@ -52,9 +52,11 @@ class Cost:
         """Why packing would not pay even where much is padding; empty where it may."""
         if self.products * _SHARE >= self.finding and self.products * _PREPARING_SHARE >= self.preparing:
             return ""
-        what = duration(self.finding)
-        what += f", and {duration(self.preparing)} where their number is new" if self.preparing else ""
-        return f"its products take {duration(self.products)} by prediction, too little beside finding the rows: {what}"
+        finding = duration(self.finding)
+        finding += f", and {duration(self.preparing)} where their number is new" if self.preparing else ""
+        return (
+            f"its products take {duration(self.products)} by prediction, too little beside finding the rows: {finding}"
+        )
 
     @property
     def least_padding(self) -> float:

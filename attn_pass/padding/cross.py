@@ -66,5 +66,5 @@ def cross_rule(site: Node) -> Rule | None:
     return None if query in read else Rule(((query, {0: 0, 2: 2}),), tuple(dict.fromkeys(read)))
 
 
-def _flat(given: Mapping[str, Any]) -> list[Any]:
-    return [v for value in given.values() for v in (value if isinstance(value, (list, tuple)) else [value])]
+def _flat(kwargs: Mapping[str, Any]) -> list[Any]:
+    return [v for value in kwargs.values() for v in (value if isinstance(value, (list, tuple)) else [value])]

@@ -87,19 +87,19 @@ def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Ex
     used = [n for n, argument in enumerate(user.args) if argument is node]
     in_others = any(node is a for a in user.kwargs.values())
     value = tensor_value(node)
-    whole = value is not None and around.rules.shape(node)[0] == around.rows.batch
-    if 0 in used or in_others or layout != Layout(0, 2) or not whole or not hides_padding(user):
+    has_all_rows = value is not None and around.rules.shape(node)[0] == around.rows.batch
+    if 0 in used or in_others or layout != Layout(0, 2) or not has_all_rows or not hides_padding(user):
         return None
     mask = mask_of(user)
     if mask == around.mask and not averages((user,)) and not mask.is_of_pairs:  # there a row may read all values
         return Exit("its keys and values of padding are masked in another attention", "nothing")
-    told = mask.added if mask.keep is None else mask.keep
-    if told is None or mask.nodes != (told,) or counts_positions(user):
+    other_mask = mask.added if mask.keep is None else mask.keep
+    if other_mask is None or mask.nodes != (other_mask,) or counts_positions(user):
         return None
-    shape = around.rules.shape(told)
+    shape = around.rules.shape(other_mask)
     if len(shape) != 4 or shape[3] != around.rows.length or shape[0] not in (1, around.rows.batch):
         return None
-    return Exit("its keys and values that another attention's mask keeps are read", "keys", tensor=told)
+    return Exit("its keys and values that another attention's mask keeps are read", "keys", tensor=other_mask)
 
 
 def _getitem(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
@@ -149,13 +149,13 @@ def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
     if any(v is None or v.dim() != 1 or v.dtype.is_floating_point for v in values):
         return None
     source = _through(batch, ("cast", "copy"))
-    made = understand(source)
-    if made is None or made.op != "arange" or around.rules.shape(batch) != (around.rows.batch,):
+    arange = understand(source)
+    if arange is None or arange.op != "arange" or around.rules.shape(batch) != (around.rows.batch,):
         return None
-    start = {1: 0, 2: made["bounds"][0]}.get(len(made["bounds"]))
-    steps = made.get("start") is not None or made.get("step", 1) != 1
-    wanted = around.rules.shape(position) == (around.rows.batch,)
-    if start != 0 or steps or not wanted or values[1] is None or values[1].dtype == torch.bool:
+    start = {1: 0, 2: arange["bounds"][0]}.get(len(arange["bounds"]))
+    steps = arange.get("start") is not None or arange.get("step", 1) != 1
+    one_each = around.rules.shape(position) == (around.rows.batch,)
+    if start != 0 or steps or not one_each or values[1] is None or values[1].dtype == torch.bool:
         return None
     return Exit("one position of each sequence is read, found at run time", "positions", tensor=position)
 
@@ -183,7 +183,7 @@ def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exi
     return _says(condition, node, layout, around, "a mask replaces rows of padding", kind)
 
 
-def _says(value: Any, node: Node, layout: Layout, around: Surroundings, words: str, kind: Kind) -> Exit | None:
+def _says(value: Any, node: Node, layout: Layout, around: Surroundings, reason: str, kind: Kind) -> Exit | None:
     """The exit that a mask over rows makes: a tensor of truth values or integers, perhaps as floats, and broadcast."""
     if not isinstance(value, Node) or layout.merged:
         return None
@@ -193,13 +193,13 @@ def _says(value: Any, node: Node, layout: Layout, around: Surroundings, words: s
         return None
     at = _rows_alone(around.rules.shape(source), layout, around)
     ranks = {len(around.rules.shape(n)) for n in (source, value, node)}
-    return Exit(words, kind, tensor=source, at=at) if at is not None and len(ranks) == 1 else None
+    return Exit(reason, kind, tensor=source, at=at) if at is not None and len(ranks) == 1 else None
 
 
 def _rows_alone(shape: tuple[Any, ...], layout: Layout, around: Surroundings) -> Layout | None:
     """Where batch and positions are in a tensor that varies over them alone."""
-    wanted = {layout.batch: around.rows.batch, layout.length: around.rows.length}
-    alone = all(size == wanted.get(dim, 1) for dim, size in enumerate(shape))
+    row_sizes = {layout.batch: around.rows.batch, layout.length: around.rows.length}
+    alone = all(size == row_sizes.get(dim, 1) for dim, size in enumerate(shape))
     return layout if alone and len(shape) > max(layout) else None
 
 
@@ -209,9 +209,9 @@ def _loss(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit 
     Of rows (N, C), all behind each other, with N labels; or of (B, C, L), with (B, L).
     """
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(names, user.args)) | user.kwargs
-    target, ignored = given.get("target"), given.get("ignore_index", -100)
-    if given.get("input") is not node or not isinstance(target, Node) or type(ignored) is not int:
+    arguments = dict(zip(names, user.args)) | user.kwargs
+    target, ignored = arguments.get("target"), arguments.get("ignore_index", -100)
+    if arguments.get("input") is not node or not isinstance(target, Node) or type(ignored) is not int:
         return None
     labels = tensor_value(target)
     integers = labels is not None and not labels.is_floating_point() and target is not node

@@ -40,9 +40,9 @@ def through(layout: Layout, dims: Mapping[int, int]) -> Layout | None:
 
 def reshaped(layout: Layout, before: Sequence[Index], after: Sequence[Index], rows: Rows) -> Layout | None:
     """The layout behind a change of shape; None where rows are mixed with something else."""
-    whole = product((rows.batch, rows.length))
+    merged_size = product((rows.batch, rows.length))
     if layout.merged:
-        if (dim := _moved(layout.batch, before, after, whole)) is not None:
+        if (dim := _moved(layout.batch, before, after, merged_size)) is not None:
             return Layout(dim, dim)
         apart = _moved(layout.batch, before, after, rows.batch)
         if apart is not None and apart + 1 < len(after) and after[apart + 1] == rows.length:
@@ -53,7 +53,7 @@ def reshaped(layout: Layout, before: Sequence[Index], after: Sequence[Index], ro
     )
     if batch is not None and length is not None and batch != length:
         return Layout(batch, length)
-    if layout.length == layout.batch + 1 and (dim := _moved(layout.batch, before, after, whole)) is not None:
+    if layout.length == layout.batch + 1 and (dim := _moved(layout.batch, before, after, merged_size)) is not None:
         return Layout(dim, dim)
     return None
 

@@ -119,8 +119,8 @@ def _adds_mask(node: Node, sizes: Sizes) -> bool:
 
 def mask_of(node: Node) -> PaddingMask:
     """The mask of a call of the kernel."""
-    given = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
-    return PaddingMask(**given, added=added_mask(node))
+    by_name = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
+    return PaddingMask(**by_name, added=added_mask(node))
 
 
 def hides_padding(site: Node) -> bool:
@@ -153,11 +153,11 @@ def places(sites: Iterable[Node]) -> Places:
     return max(needed, key=_PLACES.index, default="any")
 
 
-def _places(given: Mapping[str, Any]) -> Places:
-    by_position = any(given.get(name) is not None for name in _BY_POSITION)
-    if by_position or given.get("bias") is not None or _is_of_pairs(_node(given.get("keep"))):
+def _places(kwargs: Mapping[str, Any]) -> Places:
+    by_position = any(kwargs.get(name) is not None for name in _BY_POSITION)
+    if by_position or kwargs.get("bias") is not None or _is_of_pairs(_node(kwargs.get("keep"))):
         return "before"
-    return "any" if given.get("before") is None and given.get("after") in (None, 0) else "between"
+    return "any" if kwargs.get("before") is None and kwargs.get("after") in (None, 0) else "between"
 
 
 def _node(value: Any) -> Node | None:
@@ -171,8 +171,8 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
     rows, keys = sizes.shape(query), sizes.shape(key)
     if rows[2] != keys[2]:
         return OTHER_ROWS
-    told = mask.keep if mask.added is None else mask.added
-    if (value := tensor_value(told)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
+    mask_tensor = mask.keep if mask.added is None else mask.added
+    if (value := tensor_value(mask_tensor)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
         return reason
     masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
     if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
@@ -192,20 +192,20 @@ def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     Causal it may be, since packing keeps the order. A window asks for all rows between two that are needed; a bias by
     positions, a prefix and chunks for all before one: the kernel counts positions from the first row of a segment.
     """
-    given: Mapping[str, Any] = node.kwargs
+    kwargs: Mapping[str, Any] = node.kwargs
     if not hides_padding(node):
         return "its masked keys count"
-    if any(given.get(name) is not None for name in ("shift", "start", "end", "offsets")):
+    if any(kwargs.get(name) is not None for name in ("shift", "start", "end", "offsets")):
         return "its mask counts positions from elsewhere than a sequence's first"
     distances = ("before", "after", *_BY_POSITION)
-    in_itself = given.get("chunk_rows") == given.get("chunk_keys")
-    if not in_itself or any(given.get(name) is not None and not _reaches_itself(given[name]) for name in distances):
+    in_itself = kwargs.get("chunk_rows") == kwargs.get("chunk_keys")
+    if not in_itself or any(kwargs.get(name) is not None and not _reaches_itself(kwargs[name]) for name in distances):
         return "its window does not hold the row itself, or is known at run time only"
-    if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
+    if any(_varies(n, (0, 2, 3), sizes) for n in kwargs.get("captured") or ()):
         return "its scores depend on positions"
     if has_gradients(node) and any(user.target is not getitem or user.args[1] != 0 for user in node.users):
         return "its log-sum-exp is used as well"
-    return "its sink differs from row to row" if _varies(given.get("sink"), (0, 2), sizes) else ""
+    return "its sink differs from row to row" if _varies(kwargs.get("sink"), (0, 2), sizes) else ""
 
 
 def _reaches_itself(distance: Any) -> bool:

@@ -172,23 +172,23 @@ class Packing:
     def _kept_keys(self, mask: PaddingMask) -> Node:
         """The mask as (B, S)."""
         call, shape = self.emit.call, [self.batch, self.length]
-        kept: Node | None = None
+        key_mask: Node | None = None
         self._pairs: Node | None = None
         keep = mask.keep if mask.added is None else self._condition(mask.added)
         if keep is not None and mask.is_of_pairs:
             self._pairs = call(aten.reshape.default, self._from_bytes(keep), [-1, self.length, self.length])
-            kept = call(aten.any.dim, self._pairs, 1)
+            key_mask = call(aten.any.dim, self._pairs, 1)
         elif keep is not None:
-            kept = call(aten.reshape.default, keep, [-1, self.length])
+            key_mask = call(aten.reshape.default, keep, [-1, self.length])
         for bound, compare in ((mask.starts, aten.ge.Tensor), (mask.ends, aten.lt.Tensor)):
             if bound is not None:
                 inside = call(compare, self._positions(), call(aten.reshape.default, bound, [-1, 1]))
-                kept = inside if kept is None else call(aten.logical_and.default, kept, inside)
+                key_mask = inside if key_mask is None else call(aten.logical_and.default, key_mask, inside)
                 if self._pairs is not None:
                     beside = call(aten.unsqueeze.default, inside, 1)
                     self._pairs = call(aten.logical_and.default, self._pairs, beside)
-        assert kept is not None
-        return call(aten.expand.default, kept, shape)
+        assert key_mask is not None
+        return call(aten.expand.default, key_mask, shape)
 
     def _condition(self, mask: Node) -> Node:
         """A mask as truth values: numbers that are added keep a key where they do not absorb its score."""
@@ -213,11 +213,11 @@ class Packing:
         """The mask as the kernel takes it beside packed rows."""
         call = self.emit.call
         if self._pairs is None:
-            taken = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
-            return call(aten.reshape.default, taken, [1, 1, 1, self.count])
+            selected = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
+            return call(aten.reshape.default, selected, [1, 1, 1, self.count])
         of_rows = call(aten.reshape.default, self._pairs, [-1, self.length])
-        taken = call(aten.index_select.default, of_rows, 0, self.index)
-        return call(aten.reshape.default, taken, [1, 1, self.count, self.length])
+        selected = call(aten.index_select.default, of_rows, 0, self.index)
+        return call(aten.reshape.default, selected, [1, 1, self.count, self.length])
 
     def _read(self, kind: str, position: int, tensor: Node | None, at: Layout | None) -> Node | None:
         """Which rows an exit reads, broadcastable to (B, L); None for none beside those that are kept."""
@@ -247,11 +247,11 @@ class Packing:
         shape = self.emit.shape(held)
         return call(aten.reshape.default, flat, [self._or_one(shape[d], d == at.batch) for d in (at.batch, at.length)])
 
-    def _keys_of(self, kept: Node) -> Node:
+    def _keys_of(self, keep: Node) -> Node:
         """The keys that some row of another attention keeps; all of a sequence where one of its rows keeps none."""
         call = self.emit.call
-        empty = call(aten.logical_not.default, call(aten.any.dim, kept, -1, True))
-        return call(aten.logical_or.default, call(aten.any.dims, kept, [1, 2]), call(aten.any.dims, empty, [1, 2]))
+        empty = call(aten.logical_not.default, call(aten.any.dim, keep, -1, True))
+        return call(aten.logical_or.default, call(aten.any.dims, keep, [1, 2]), call(aten.any.dims, empty, [1, 2]))
 
     def _or_one(self, size: Index, is_batch: bool) -> Any:
         return 1 if size == 1 else self.batch if is_batch else self.length
@@ -311,10 +311,10 @@ class Packing:
         node, order = self._rows_first(node, layout)
         rest = self._rest(node)
         flat = call(aten.reshape.default, node, [-1, *rest]) if rest else call(aten.reshape.default, node, [-1])
-        taken = call(aten.index_select.default, flat, 0, self.index)
+        selected = call(aten.index_select.default, flat, 0, self.index)
         # By a reshape its strides are known not to be 0, which Inductor asks for where products are frozen.
-        taken = call(aten.reshape.default, taken, [1, self.count, *rest])
-        return self._back(taken, order)
+        selected = call(aten.reshape.default, selected, [1, self.count, *rest])
+        return self._back(selected, order)
 
     def _spread(self, node: Node, batch: int | None, length: int | None) -> Node:
         call, value = self.emit.call, tensor_value(node)
@@ -326,31 +326,31 @@ class Packing:
         if batch is None:
             assert length is not None
             return call(aten.index_select.default, node, length, self._position_of_row)
-        taken = call(aten.index_select.default, node, batch, self._batch_of_row)
-        return taken if length is None else call(aten.transpose.int, taken, batch, length)
+        selected = call(aten.index_select.default, node, batch, self._batch_of_row)
+        return selected if length is None else call(aten.transpose.int, selected, batch, length)
 
     def unpacked(self, node: Node, layout: Layout, like: Node) -> Node:
         """A packed tensor with all rows in their places, and zeros in the places of those that are not there.
 
         It is contiguous where ``like`` is, which it stands for: users may see it in another shape.
         """
-        made = self._unpacked(node, layout)
-        if self.emit.is_contiguous(made) or not self.emit.is_contiguous(like):
-            return made
-        return self.emit.call(aten.clone.default, made, memory_format=torch.contiguous_format)
+        result = self._unpacked(node, layout)
+        if self.emit.is_contiguous(result) or not self.emit.is_contiguous(like):
+            return result
+        return self.emit.call(aten.clone.default, result, memory_format=torch.contiguous_format)
 
     def _unpacked(self, node: Node, layout: Layout) -> Node:
         call = self.emit.call
         if layout.merged:
-            taken = call(aten.index_select.default, node, layout.batch, self._where)
+            gathered = call(aten.index_select.default, node, layout.batch, self._where)
             shape = [-1 if d == layout.batch else 1 for d in range(len(self.emit.shape(node)))]
-            return self._zeroed(taken, call(aten.reshape.default, self._flat, shape))
+            return self._zeroed(gathered, call(aten.reshape.default, self._flat, shape))
         node, order = self._rows_first(node, layout)
         rest = self._rest(node)
-        taken = call(aten.index_select.default, node, 1, self._where)
-        whole = call(aten.reshape.default, taken, [self.batch, self.length, *rest])
+        gathered = call(aten.index_select.default, node, 1, self._where)
+        all_rows = call(aten.reshape.default, gathered, [self.batch, self.length, *rest])
         there = call(aten.reshape.default, self.there, [self.batch, self.length, *(1 for _ in rest)])
-        return self._back(self._zeroed(whole, there), order)
+        return self._back(self._zeroed(all_rows, there), order)
 
     @cached_property
     def _where(self) -> Node:

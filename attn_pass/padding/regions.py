@@ -161,7 +161,7 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> list[Node]:
     record.outcome, record.packed = "packed", len(proof.sites)
     record.reason = f"rows of padding reach no result; on packed rows: {counted(record.packed, 'attention')}"
     record.entries = tuple(dict.fromkeys(n.name for n in rewrite.entries))
-    record.exits = tuple(dict.fromkeys(f"{leaving.words}{_place(user)}" for _, user, leaving in exits))
+    record.exits = tuple(dict.fromkeys(f"{leaving.words}{_location(user)}" for _, user, leaving in exits))
     by_word = any(user.op == "output" for _, user, _ in exits)
     finite = any(leaving.words == FINITE for *_, leaving in exits)
     assumed = {ASSUMED: by_word, FINITE_ROWS: finite, LEARNED: learned, FINITE_GRADIENTS: _is_trained(proof)}
@@ -205,6 +205,6 @@ def _name(node: Node, proof: Proof) -> str:
     return "attention" if node in proof.group.sites else plain_name(node) or node.name
 
 
-def _place(user: Node) -> str:
+def _location(user: Node) -> str:
     where = source_line(user.meta)
     return "" if where.startswith("unknown") else f" ({where})"

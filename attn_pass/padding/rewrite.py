@@ -64,8 +64,8 @@ class Rewrite:
                     self.new[node] = self._packed_call(emit, packing, node)
             for node, by_user in self.proof.exits.items():
                 replaced += self._leave(emit, packing, node, sorted(by_user, key=self.order.__getitem__))
-        for user, node, whole in replaced:
-            user.replace_input_with(node, whole)
+        for user, node, unpacked in replaced:
+            user.replace_input_with(node, unpacked)
         for node in reversed(region):
             self.gm.graph.erase_node(node)
 
@@ -74,13 +74,15 @@ class Rewrite:
 
         Once for all users with gradients and once for those without, which would cut the gradient of the others off.
         """
-        made: dict[bool | None, Node] = {}
+        by_grad_mode: dict[bool | None, Node] = {}
         for user in users:
             state = self.regions.of(user)
-            if state.grad_enabled not in made:
+            if state.grad_enabled not in by_grad_mode:
                 with emit.standing(user, node):
-                    made[state.grad_enabled] = packing.unpacked(self.new[node], self.proof.layouts[node], like=node)
-        return [(user, node, made[self.regions.of(user).grad_enabled]) for user in users]
+                    by_grad_mode[state.grad_enabled] = packing.unpacked(
+                        self.new[node], self.proof.layouts[node], like=node
+                    )
+        return [(user, node, by_grad_mode[self.regions.of(user).grad_enabled]) for user in users]
 
     def _check(self, region: list[Node], state: Any) -> None:
         """Raises `CannotPackError` where an operation would have to move to where it means something else."""
@@ -122,10 +124,10 @@ class Rewrite:
             (source,) = operands.values()
             return emit.call(aten.reshape.default, source, self._shape(node, layout, packing))
 
-        def taken(old: Node) -> Node:
+        def packed_operand(old: Node) -> Node:
             return operands.get(old, old)
 
-        args, kwargs = mapped(node, taken)
+        args, kwargs = mapped(node, packed_operand)
         return emit.call(node.target, *args, op=node.op, **kwargs)
 
     def _operand(self, emit: Emitter, packing: Packing, node: Node, rule: Rule, operand: Node) -> Node:
@@ -165,33 +167,35 @@ class Rewrite:
         return shape
 
     def _attention(self, emit: Emitter, packing: Packing, node: Node, operands: Mapping[Node, Node]) -> Node:
-        given: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name not in ("keep", *PER_BATCH)}
-        if given.get("captured"):
-            given["captured"] = [self._of_four(emit, x) for x in given["captured"]]
-        if (bias := given.get("bias")) is not None:
+        kwargs: dict[str, Any] = {
+            name: value for name, value in node.kwargs.items() if name not in ("keep", *PER_BATCH)
+        }
+        if kwargs.get("captured"):
+            kwargs["captured"] = [self._of_four(emit, x) for x in kwargs["captured"]]
+        if (bias := kwargs.get("bias")) is not None:
             if bias in self.new:  # rows that reach scores of their own, each at its place
                 bias = packing.unpacked(self.new[bias], self.proof.layouts[bias], like=bias)
-            given["bias"] = self._of_four(emit, bias)
+            kwargs["bias"] = self._of_four(emit, bias)
         query, key, value = (operands[n] for n in node.args[:3] if isinstance(n, Node))
-        given |= {"keep": packing.keep, "offsets": packing.offsets}
-        return emit.call(node.target, query, key, value, *node.args[3:], **given)
+        kwargs |= {"keep": packing.keep, "offsets": packing.offsets}
+        return emit.call(node.target, query, key, value, *node.args[3:], **kwargs)
 
     def _as_it_was(self, emit: Emitter, packing: Packing, node: Node) -> Node:
         """An attention that is called as it was: with operands in their places, and its result is packed."""
-        given: dict[Node, Node] = {}
+        unpacked: dict[Node, Node] = {}
 
-        def whole(old: Node) -> Node:
+        def with_all_rows(old: Node) -> Node:
             if old not in self.new:
                 return old
-            if old not in given:
-                given[old] = packing.unpacked(self.new[old], self.proof.layouts[old], like=old)
-            return given[old]
+            if old not in unpacked:
+                unpacked[old] = packing.unpacked(self.new[old], self.proof.layouts[old], like=old)
+            return unpacked[old]
 
-        args, kwargs = mapped(node, whole)
-        made = emit.call(node.target, *args, **kwargs)
+        args, kwargs = mapped(node, with_all_rows)
+        called = emit.call(node.target, *args, **kwargs)
         if isinstance(fake_value(node), (tuple, list)):  # what takes its result packs that
-            return made
-        return packing.packed(made, self.proof.layouts[node])
+            return called
+        return packing.packed(called, self.proof.layouts[node])
 
     def _of_four(self, emit: Emitter, node: Any) -> Node:
         shape = emit.shape(node)
@@ -201,4 +205,4 @@ class Rewrite:
 
 def leaves(proof: Proof) -> list[tuple[Node, Node, Exit]]:
     """Every place where rows leave a region: the value, its user and why that is allowed."""
-    return [(node, user, found) for node, by_user in proof.exits.items() for user, found in by_user.items()]
+    return [(node, user, leaving) for node, by_user in proof.exits.items() for user, leaving in by_user.items()]

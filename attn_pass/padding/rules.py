@@ -106,8 +106,8 @@ class Rules:
         source = node.args[0] if node.args else node.kwargs.get("input")
         if not isinstance(normalized, (tuple, list, torch.Size)) or not isinstance(source, Node):
             return None
-        kept = len(self.shape(node)) - len(normalized)
-        return self.keeping(node, source, range(kept))
+        outer = len(self.shape(node)) - len(normalized)
+        return self.keeping(node, source, range(outer))
 
     def keeping(self, node: Node, source: Any, dims: Any) -> Rule | None:
         """One operand whose dimensions ``dims`` stay where they are; all others are read whole."""
@@ -202,7 +202,7 @@ def _transposed(call: Call, rank: int) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _turned(call: Call, rank: int) -> tuple[int, ...]:
+def _reversed(call: Call, rank: int) -> tuple[int, ...]:
     return tuple(reversed(range(rank)))
 
 
@@ -291,8 +291,8 @@ def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
         return None
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
-        taken = sum(e is not None and e is not Ellipsis for e in entries)
-        entries[at : at + 1] = [slice(None)] * (rank - taken)
+        indexed = sum(e is not None and e is not Ellipsis for e in entries)
+        entries[at : at + 1] = [slice(None)] * (rank - indexed)
     dims, source, result = {}, 0, 0
     for entry in entries:
         if entry is None:
@@ -315,7 +315,7 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
     "permute": _moved(_permuted),
     "transpose": _moved(_transposed),
     "mT": _moved(_last_two),
-    "t": _moved(_turned),
+    "t": _moved(_reversed),
     "linear": _all_but_last,
     "matmul": _matmul,
     "baddbmm": _added_product,

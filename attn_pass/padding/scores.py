@@ -19,7 +19,7 @@ from attn_pass.reading.vocabulary import understand
 _MOST = 200  # operations on the way
 
 
-class _Place(NamedTuple):
+class _RowDims(NamedTuple):
     """The dimensions of batch and positions; that of the batch may hold ``inner`` heads for each sequence."""
 
     batch: int
@@ -34,16 +34,16 @@ def readers(
     if layout.merged:
         return ()
     sites: dict[Node, None] = {}
-    waiting = [(user, node, _Place(*layout))]
+    waiting = [(user, node, _RowDims(*layout))]
     seen = set(waiting)
     while waiting:
-        user, node, place = waiting.pop()
+        user, node, at = waiting.pop()
         if user.op == "call_function" and user.target in operators:
-            if not _is_of_scores(user, node, place, rules):
+            if not _is_of_scores(user, node, at, rules):
                 return ()
             sites[user] = None
             continue
-        behind = _behind(user, node, place, rules, rows)
+        behind = _behind(user, node, at, rules, rows)
         if behind is None or len(seen) > _MOST:
             return ()
         further = {(u, user, behind) for u in user.users} - seen
@@ -52,11 +52,11 @@ def readers(
     return tuple(sites)
 
 
-def _is_of_scores(site: Node, node: Node, place: _Place, rules: Rules) -> bool:
+def _is_of_scores(site: Node, node: Node, at: _RowDims, rules: Rules) -> bool:
     """Whether an attention adds a value to its scores, (B, H, L, S), and reads it for nothing else."""
     reads = [name for name, value in site.kwargs.items() if _holds(value, node)]
     lead = 4 - len(rules.shape(node))
-    in_place = place.inner == 1 and place.batch + lead == 0 and place.length + lead in (2, 3)
+    in_place = at.inner == 1 and at.batch + lead == 0 and at.length + lead in (2, 3)
     return node not in site.args and reads == ["bias"] and in_place
 
 
@@ -64,41 +64,43 @@ def _holds(value: Any, node: Node) -> bool:
     return any(v is node for v in value) if isinstance(value, (list, tuple)) else value is node
 
 
-def _behind(user: Node, node: Node, place: _Place, rules: Rules, rows: Rows) -> _Place | None:
+def _behind(user: Node, node: Node, at: _RowDims, rules: Rules, rows: Rows) -> _RowDims | None:
     """Where the rows are behind an operation, each element of which is made of elements of one row."""
     rule = rules.of(user)
     if rule is not None:
         if node in rule.whole:
             return None
         if rule.reshapes:
-            return _reshaped(place, rules.shape(node), rules.shape(user), rows)
+            return _reshaped(at, rules.shape(node), rules.shape(user), rows)
         flows: list[Mapping[int, int]] = [dims for flow, dims in rule.flows if flow is node]
     else:
         flows = list(_flows(user, node, rules))
-    places = {_moved(place, dims) for dims in flows}
-    found = places.pop() if len(places) == 1 else None
-    return found if found is not None and _has_rows(rules.shape(user), found, rows) else None
+    places = {_moved(at, dims) for dims in flows}
+    row_dims = places.pop() if len(places) == 1 else None
+    return row_dims if row_dims is not None and _has_rows(rules.shape(user), row_dims, rows) else None
 
 
-def _moved(place: _Place, dims: Mapping[int, int]) -> _Place | None:
-    if place.batch not in dims or place.length not in dims:
+def _moved(at: _RowDims, dims: Mapping[int, int]) -> _RowDims | None:
+    if at.batch not in dims or at.length not in dims:
         return None
-    return _Place(dims[place.batch], dims[place.length], place.inner)
+    return _RowDims(dims[at.batch], dims[at.length], at.inner)
 
 
-def _has_rows(shape: Sequence[Index], place: _Place, rows: Rows) -> bool:
-    return (shape[place.batch], shape[place.length]) == (product((rows.batch, place.inner)), rows.length)
+def _has_rows(shape: Sequence[Index], at: _RowDims, rows: Rows) -> bool:
+    return (shape[at.batch], shape[at.length]) == (product((rows.batch, at.inner)), rows.length)
 
 
 def _flows(user: Node, node: Node, rules: Rules) -> Iterator[Mapping[int, int]]:
     """For each operand of a product or a look-up that a value is: where its dimensions are in the result."""
     shape, result = rules.shape(node), rules.shape(user)
     if plain_name(user) == "gather":
-        given = dict(zip(("input", "dim", "index"), user.args)) | user.kwargs
-        dim = given.get("dim")
-        if type(dim) is int and node in (given.get("input"), given.get("index")):
-            kept = range(len(shape)) if given.get("input") is not node else set(range(len(shape))) - {dim % len(shape)}
-            yield {d: d for d in kept}
+        arguments = dict(zip(("input", "dim", "index"), user.args)) | user.kwargs
+        dim = arguments.get("dim")
+        if type(dim) is int and node in (arguments.get("input"), arguments.get("index")):
+            dims = (
+                range(len(shape)) if arguments.get("input") is not node else set(range(len(shape))) - {dim % len(shape)}
+            )
+            yield {d: d for d in dims}
         return
     call = understand(user)
     if call is None or call.in_place:
@@ -118,23 +120,23 @@ def _flows(user: Node, node: Node, rules: Rules) -> Iterator[Mapping[int, int]]:
         yield {**of_batch, len(shape) - 1: len(result) - 1}
 
 
-def _reshaped(place: _Place, before: Sequence[Index], after: Sequence[Index], rows: Rows) -> _Place | None:
+def _reshaped(at: _RowDims, before: Sequence[Index], after: Sequence[Index], rows: Rows) -> _RowDims | None:
     """The same behind a change of shape, which may put heads and batch together or apart."""
-    length = _at(before, place.length, after, rows.length)
-    for inner in _inner(place, before):
-        batch = _at(before, place.batch, after, product((rows.batch, inner)))
+    length = _at(before, at.length, after, rows.length)
+    for inner in _inner(at, before):
+        batch = _at(before, at.batch, after, product((rows.batch, inner)))
         if batch is not None and length is not None and batch != length:
-            return _Place(batch, length, inner)
+            return _RowDims(batch, length, inner)
     return None
 
 
-def _inner(place: _Place, before: Sequence[Index]) -> Iterator[Index]:
+def _inner(at: _RowDims, before: Sequence[Index]) -> Iterator[Index]:
     """How many heads a sequence may have beside it in one dimension."""
-    yield place.inner
+    yield at.inner
     yield 1
-    until = place.length if place.length > place.batch else len(before)
-    for end in range(place.batch + 2, until + 1):
-        yield product((place.inner, *before[place.batch + 1 : end]))
+    until = at.length if at.length > at.batch else len(before)
+    for end in range(at.batch + 2, until + 1):
+        yield product((at.inner, *before[at.batch + 1 : end]))
 
 
 def _at(before: Sequence[Index], dim: int, after: Sequence[Index], size: Index) -> int | None:

@@ -61,12 +61,12 @@ def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) ->
     effects = Effects(graph)
     computed = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
     keeps = {n for site in computed if site.target in operators for n in (site.kwargs.get("keep"), added_mask(site))}
-    wanted = ancestors([n for n in keeps if isinstance(n, Node)])
+    needed = ancestors([n for n in keeps if isinstance(n, Node)])
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    if not inputs or not wanted:
+    if not inputs or not needed:
         return
     state, last = regions.of(computed[0]), inputs[-1]
-    for node in [n for n in graph.nodes if n in wanted and n.op != "placeholder"]:
+    for node in [n for n in graph.nodes if n in needed and n.op != "placeholder"]:
         if node.op != "get_attr":
             same = regions.of(node) == state and is_pure(node) and "dropout" not in plain_name(node)
             if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
@@ -102,9 +102,9 @@ def _is_view(node: Node) -> bool:
 def _replace(graph: Graph, view: Node, site: Node) -> None:
     """In the memory order that it had: users may see it in another shape."""
     with graph.inserting_before(view):
-        whole = graph.call_function(torch.ops.aten.clone.default, (site,), {"memory_format": torch.contiguous_format})
-    whole.meta = dict(view.meta)
-    view.replace_all_uses_with(whole)
+        copied = graph.call_function(torch.ops.aten.clone.default, (site,), {"memory_format": torch.contiguous_format})
+    copied.meta = dict(view.meta)
+    view.replace_all_uses_with(copied)
     graph.erase_node(view)
 
 

@@ -165,15 +165,15 @@ def prove(trace: Trace) -> Proof:
         exits: dict[Node, dict[Node, Exit]] = {}
         proof = _prove(trace, exits)
         sites = set(proof.sites)
-        seen = {
+        needed_elsewhere = {
             (node, user)
             for node in proof.layouts
-            for user, found in exits.get(node, {}).items()
-            if not sites >= set(found.sites)
+            for user, leaving in exits.get(node, {}).items()
+            if not sites >= set(leaving.sites)
         }
-        if not seen:
+        if not needed_elsewhere:
             return proof
-        trace.no_exits |= seen
+        trace.no_exits |= needed_elsewhere
 
 
 def _prove(trace: Trace, exits: dict[Node, dict[Node, Exit]]) -> Proof:
@@ -228,18 +228,18 @@ def _exit(trace: Trace, known: dict[Node, dict[Node, Exit]], node: Node, user: N
         return None
     by_user = known.setdefault(node, {})
     if user not in by_user:
-        found = exit_of(user, node, trace.layouts[node], trace.around) if tensor_value(node) is not None else None
-        if found is None or not _can_be_told(trace, found):
+        leaving = exit_of(user, node, trace.layouts[node], trace.around) if tensor_value(node) is not None else None
+        if leaving is None or not _can_be_told(trace, leaving):
             return None
-        by_user[user] = found
+        by_user[user] = leaving
     return by_user[user]
 
 
-def _can_be_told(trace: Trace, found: Exit) -> bool:
+def _can_be_told(trace: Trace, leaving: Exit) -> bool:
     """Whether the rows that an exit reads follow from nothing that the region computes."""
-    if found.tensor is None:
+    if leaving.tensor is None:
         return True
-    made_of = ancestors((found.tensor,))
+    made_of = ancestors((leaving.tensor,))
     written = any(trace.is_written(n) for n in made_of)
     return len(made_of) <= _MOST and made_of.isdisjoint(trace.group.sites) and not written
 
@@ -249,5 +249,5 @@ def what_sees(user: Node) -> str:
     if user.op == "output":
         return IN_RESULT
     where = source_line(user.meta)
-    place = "" if where.startswith("unknown") else f" ({where})"
-    return f"{plain_name(user) or user.name} may mix rows of padding with others{place}"
+    location = "" if where.startswith("unknown") else f" ({where})"
+    return f"{plain_name(user) or user.name} may mix rows of padding with others{location}"
