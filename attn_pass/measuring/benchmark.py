@@ -97,9 +97,9 @@ def benchmark(
         ways.build(attn_pass_package and not subject.trains)
         tell("timing")
         seconds = attn_pass_seconds / ROUNDS / max(1, len(ways.steps))
-        taken = in_turns(ways.steps, subject.tensors, ROUNDS, seconds=seconds)
+        samples = in_turns(ways.steps, subject.tensors, ROUNDS, seconds=seconds)
         for way, step in ways.steps.items():
-            ways.samples[way].microseconds = taken[way]
+            ways.samples[way].microseconds = samples[way]
             ways.samples[way].memory_bytes = peak_bytes(step, subject.tensors)
         tell("comparing with float64")
         reference, remarks = _compare(subject, ways)
@@ -175,8 +175,8 @@ class _Ways:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
     def _own_package(self, path: Path) -> None:
-        given = dict(self.subject.kwargs)
-        aot_compile(self._module(), self.subject.args, given, package_path=path, options=dict(self.options))
+        kwargs = dict(self.subject.kwargs)
+        aot_compile(self._module(), self.subject.args, kwargs, package_path=path, options=dict(self.options))
 
 
 def _warm_up() -> None:
@@ -256,8 +256,8 @@ def _result(subject: Subject, ways: _Ways, busy: str, reference: str, remarks: t
 
 def _row(way: str, samples: Mapping[str, Samples], noise: float, busy: str, allowed: float) -> Row:
     own, base = samples[way], samples.get(_BASES.get(way, STOCK))
-    taken = own.microseconds
-    median, p10 = statistics.median(taken), percentile(taken, 10)
+    own_us = own.microseconds
+    median, p10 = statistics.median(own_us), percentile(own_us, 10)
     speedup, says = None, ""
     if base is not None:
         speedup = statistics.median(base.microseconds) / median
@@ -269,7 +269,7 @@ def _row(way: str, samples: Mapping[str, Samples], noise: float, busy: str, allo
         way,
         median,
         p10,
-        percentile(taken, 90),
+        percentile(own_us, 90),
         speedup,
         says,
         own.error,

@@ -126,10 +126,10 @@ class Check:
         """One line: how many sites are right, are wrong, fail and were not run, and the whole program."""
         verdicts = [site.verdict for site in self.sites if site.kind == "attention"]
         counts = [f"{verdicts.count(v)} {v}" for v in get_args(Verdict) if v in verdicts]
-        found = f"{counted(len(verdicts), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
+        sites = f"{counted(len(verdicts), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
         if misses := len(self.sites) - len(verdicts):
-            found += f", {counted(misses, 'near miss', 'near misses')}"
-        return f"attn_pass check of {self.backend}: {found}; the whole program: {self.whole}"
+            sites += f", {counted(misses, 'near miss', 'near misses')}"
+        return f"attn_pass check of {self.backend}: {sites}; the whole program: {self.whole}"
 
     def table(self, width: int | None = None) -> str:
         """The table as plain text; ``width`` is in characters."""
@@ -201,18 +201,20 @@ def check(
             raise_if_missing(reader.failure, name)
             raise_if_environment(reader.failure)
         tell("compiling the whole program")
-        whole, error, words, reference = _whole(subject, function, name)
+        verdict, error, reason, reference = _whole(subject, function, name)
     sites = tuple(_checked(site) for site in reader.report.sites)
-    return Check(name, sites, whole, error, words, reference, tuple(breaks))
+    return Check(name, sites, verdict, error, reason, reference, tuple(breaks))
 
 
-def _backend(given: Backend) -> tuple[Callable[..., Any], str]:
-    refuse_no_backend(given, "attn_pass.check")
-    if not isinstance(given, str):
-        if not callable(given):
-            raise OptionError(f"check takes a backend by name or as a callable, got {given!r} ({type(given).__name__})")
-        return given, str(getattr(given, "__name__", type(given).__name__))
-    return backend_named(given), given
+def _backend(backend: Backend) -> tuple[Callable[..., Any], str]:
+    refuse_no_backend(backend, "attn_pass.check")
+    if not isinstance(backend, str):
+        if not callable(backend):
+            raise OptionError(
+                f"check takes a backend by name or as a callable, got {backend!r} ({type(backend).__name__})"
+            )
+        return backend, str(getattr(backend, "__name__", type(backend).__name__))
+    return backend_named(backend), backend
 
 
 class _Reader:
@@ -240,9 +242,9 @@ class _Reader:
         """A site alone, by torch.compile, as a user's program would be."""
         function = compiled(module.forward, backend=self.backend)
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             try:
-                return function(*given)
+                return function(*inputs)
             except Exception as error:
                 self.failure = error
                 raise
@@ -252,15 +254,15 @@ class _Reader:
 
 def _checked(site: SiteReport) -> CheckedSite:
     verdict: Verdict = "right"
-    words = ""
+    reason = ""
     if site.refusals:
-        verdict, words = "FAILS" if FAILS in site.reason else "WRONG", site.reason
+        verdict, reason = "FAILS" if FAILS in site.reason else "WRONG", site.reason
     elif site.verified_error is None:
-        verdict, words = "not run", site.not_verified or site.reason
-    script = _SCRIPT.search(words)
+        verdict, reason = "not run", site.not_verified or site.reason
+    script = _SCRIPT.search(reason)
     return CheckedSite(
         verdict,
-        words,
+        reason,
         site.verified_error,
         script[1] if script else "",
         site.form,
@@ -316,6 +318,6 @@ def judged(
 
 
 def _cells(site: CheckedSite) -> tuple[str, ...]:
-    place = "\n".join(filter(None, (site.where, site.module)))
+    location = "\n".join(filter(None, (site.where, site.module)))
     error = "" if site.error is None else f"{site.error:.2g}"
-    return (site.verdict, site.form, place, "\n".join((*site.shapes, site.dtype)), site.mask, error, site.why)
+    return (site.verdict, site.form, location, "\n".join((*site.shapes, site.dtype)), site.mask, error, site.why)

@@ -184,8 +184,8 @@ def _drawn(result: Benchmark, path: Path) -> Path:
     colours = ["#0072B2" if PASS in row.way else "#E69F00" if STOCK in row.way else "#999999" for row in rows]
     axes.barh([row.way for row in rows], milliseconds, xerr=spread, color=colours, ecolor="#444444")
     for at, row in enumerate(rows):
-        words = "" if row.speedup is None else f"  {row.speedup:.2g}x"
-        axes.text(row.p90_us / 1e3, at, f"  {duration(row.median_us)}{words}", va="center")
+        speedup_text = "" if row.speedup is None else f"  {row.speedup:.2g}x"
+        axes.text(row.p90_us / 1e3, at, f"  {duration(row.median_us)}{speedup_text}", va="center")
     axes.set_xlim(0, 1.35 * max(row.p90_us for row in rows) / 1e3)
     axes.set(xlabel="milliseconds, measured", title=f"{result.conditions['model']}, {result.conditions['mode']}")
     axes.spines[["top", "right"]].set_visible(False)

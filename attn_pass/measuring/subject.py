@@ -43,15 +43,15 @@ class Subject:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The input tensors, and one parameter of a model without any."""
-        given = tensors_of((self.args, dict(self.kwargs)))
-        return tuple(given) or tuple(self.parameters[:1]) or (torch.zeros(()),)
+        inputs = tensors_of((self.args, dict(self.kwargs)))
+        return tuple(inputs) or tuple(self.parameters[:1]) or (torch.zeros(()),)
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """Those of the module, and the inputs that need gradients."""
         own = list(self.model.parameters()) if isinstance(self.model, torch.nn.Module) else []
-        given = tensors_of((self.args, dict(self.kwargs)))
-        return [t for t in (*own, *given) if t.requires_grad]
+        tensors = tensors_of((self.args, dict(self.kwargs)))
+        return [t for t in (*own, *tensors) if t.requires_grad]
 
     def step(self, function: Call) -> Call:
         """The measured call of a compiled form: its outputs, after a backward where the subject trains."""
@@ -98,7 +98,9 @@ class Subject:
         return results if all(t.dtype == torch.float64 or not t.is_floating_point() for t in results) else None
 
 
-def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool | None, what: str) -> Subject:
+def subject_of(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool | None, entry: str
+) -> Subject:
     """The subject, after a call that shows that it runs; of a model that is compiled already, what was compiled.
 
     ``trains`` is by default whether gradients are on and something needs them, and a module is in training mode.
@@ -108,8 +110,8 @@ def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tra
     """
     model = uncompiled(model) if callable(model) else model
     if not callable(model):
-        given = type(model).__name__
-        raise CaptureError(f"{what} takes a module or a function, got {given}; call {what}(model, *inputs)")
+        kind = type(model).__name__
+        raise CaptureError(f"{entry} takes a module or a function, got {kind}; call {entry}(model, *inputs)")
     subject = Subject(model, args, kwargs, False)
     if trains is None:
         trains = torch.is_grad_enabled() and bool(subject.parameters) and getattr(model, "training", True)
@@ -119,10 +121,10 @@ def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tra
             subject.step(model)()
     except Exception as error:
         raise CaptureError(
-            f"{subject.name} does not run eagerly with these inputs: {in_one_line(error)}{hint(what, args, kwargs)}\n"
-            f"{what} takes them as the model does, {what}(model, *args, **kwargs)"
+            f"{subject.name} does not run eagerly with these inputs: {in_one_line(error)}{hint(entry, args, kwargs)}\n"
+            f"{entry} takes them as the model does, {entry}(model, *args, **kwargs)"
         ) from error
-    warn_swallowed(what, model, kwargs)
+    warn_swallowed(entry, model, kwargs)
     return subject
 
 

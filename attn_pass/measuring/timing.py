@@ -44,8 +44,8 @@ def fresh(program: Runner) -> Runner:
 
 def compiled(program: Runner, *, dynamic: bool | None = False, **settings: Any) -> Runner:
     """By ``torch.compile`` with these settings, and shared with no other compile of the program."""
-    made: Runner = torch.compile(fresh(program), dynamic=dynamic, **settings)
-    return made
+    runner: Runner = torch.compile(fresh(program), dynamic=dynamic, **settings)
+    return runner
 
 
 @dataclass(frozen=True)
