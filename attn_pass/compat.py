@@ -125,16 +125,16 @@ def no_new_guards(shape_env: Any) -> Iterator[list[str]]:
     class Refused(GuardOnDataDependentSymNode, NotImplementedError):
         pass
 
-    asked: list[str] = []
+    new_guards: list[str] = []
 
     def refuse(expression: Any, value: Any) -> None:
         if not shape_env._suppress_guards_tls():
-            asked.append(f"{expression} == {value}")
-            raise Refused(expression, f"a guard on symbolic sizes would be added: {asked[-1]}")
+            new_guards.append(f"{expression} == {value}")
+            raise Refused(expression, f"a guard on symbolic sizes would be added: {new_guards[-1]}")
 
     shape_env._check_frozen = refuse  # of this object, in front of its class's
     try:
-        yield asked
+        yield new_guards
     finally:
         del shape_env._check_frozen
 

@@ -191,15 +191,15 @@ def annotated_targets(value: object) -> tuple[str, ...]:
     raise OptionError(f"the annotation {ANNOTATION!r} got {_shown(value)}; accepted: {accepted}")
 
 
-def unknown_name(what: str, given: str, accepted: Iterable[str], more: str = "") -> OptionError:
+def unknown_name(kind: str, name: str, accepted: Iterable[str], more: str = "") -> OptionError:
     """The error for a name that is not among the accepted ones: names the nearest and lists all of them.
 
     ``more`` says what else is accepted, and begins with a comma or a semicolon.
     """
     names = list(accepted)
-    now = _RENAMED.get(given)
-    near = _nearest(given, names) if now is None else f"; it is called {now!r} now"
-    return OptionError(f"unknown {what} {given!r}{near}; accepted are {_listed(names)}{more}")
+    now = _RENAMED.get(name)
+    near = _nearest(name, names) if now is None else f"; it is called {now!r} now"
+    return OptionError(f"unknown {kind} {name!r}{near}; accepted are {_listed(names)}{more}")
 
 
 # What names of targets and poor cases were before they became identifiers.
