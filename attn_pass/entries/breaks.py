@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, another in every p
 def break_after(gm: GraphModule) -> tuple[str, ...]:
     """The break that ended a Dynamo graph, as "file.py:12 in forward: reason"; empty where the graph ends by itself."""
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return _words([reason] if reason is not None and reason.graph_break else [])
+    return _break_texts([reason] if reason is not None and reason.graph_break else [])
 
 
 @contextmanager
@@ -32,10 +32,10 @@ def breaks_noted() -> Iterator[list[str]]:
     try:
         yield noted
     finally:
-        noted.extend(_words(graph_break_reasons[before:]))
+        noted.extend(_break_texts(graph_break_reasons[before:]))
 
 
-def _words(reasons: Iterable[Any]) -> tuple[str, ...]:
+def _break_texts(reasons: Iterable[Any]) -> tuple[str, ...]:
     """One for each place and cause: Dynamo notes some twice, for the function and for what calls it."""
     return tuple(dict.fromkeys(f"{_where(reason)}: {_why(str(reason.reason))}" for reason in reasons))
 

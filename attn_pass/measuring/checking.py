@@ -201,7 +201,7 @@ def check(
             raise_if_missing(reader.failure, name)
             raise_if_environment(reader.failure)
         tell("compiling the whole program")
-        verdict, error, reason, reference = _whole(subject, function, name)
+        verdict, error, reason, reference = _checked_program(subject, function, name)
     sites = tuple(_checked(site) for site in reader.report.sites)
     return Check(name, sites, verdict, error, reason, reference, tuple(breaks))
 
@@ -275,7 +275,9 @@ def _checked(site: SiteReport) -> CheckedSite:
     )
 
 
-def _whole(subject: Subject, backend: Callable[..., Any], name: str) -> tuple[Verdict, float | None, str, str]:
+def _checked_program(
+    subject: Subject, backend: Callable[..., Any], name: str
+) -> tuple[Verdict, float | None, str, str]:
     """The whole program by the backend: verdict, relative error, what is to be said, what it was compared with."""
     eager = subject.results(subject.model)
     again = subject.results(subject.model, seed=1)

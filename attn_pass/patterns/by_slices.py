@@ -160,11 +160,11 @@ def _run(base: Node, index: Any, sizes: Sizes) -> Run | None:
         return None
     ((dim, entry),) = runs
     size = sizes.shape(value)[dim]
-    start, stop = _place(entry.start, 0, size), _place(entry.stop, size, size)
+    start, stop = _slice_bound(entry.start, 0, size), _slice_bound(entry.stop, size, size)
     return None if start is None or stop is None else (dim, start, stop)
 
 
-def _place(index: Any, default: Index, size: Index) -> Index | None:
+def _slice_bound(index: Any, default: Index, size: Index) -> Index | None:
     """Where a slice starts or stops, cut off at the end as Python does; None where that is not known."""
     if index is None:
         return default

@@ -255,7 +255,7 @@ class _Parts(Recorder):
         scores = aten.mul.Tensor(product, _number(scale))
         grid = self._grid(scores)
         scores = self._scored(scores, grid, score_mod_other_buffers, wide)
-        keep = self._kept(grid, block_mask, mask_mod_other_buffers)
+        keep = self._listed_keep(grid, block_mask, mask_mod_other_buffers)
         scores = aten.where.ScalarOther(keep, scores, -math.inf)
         weights = aten._safe_softmax.default(scores, -1)
         out = self._laid_out(aten.matmul.default(_in(weights, query.dtype), value))
@@ -263,7 +263,7 @@ class _Parts(Recorder):
             return (out,)
         return out, aten.div.Tensor(aten.logsumexp.default(scores, [-1]), math.log(2))
 
-    def _kept(self, grid: tuple[Tensor, ...], block_mask: tuple[Any, ...], captured: tuple[Any, ...]) -> Tensor:
+    def _listed_keep(self, grid: tuple[Tensor, ...], block_mask: tuple[Any, ...], captured: tuple[Any, ...]) -> Tensor:
         if self._made:
             known: Tensor = fake_value(self.mask.kept)
             self.remember(known, self.mask.kept)

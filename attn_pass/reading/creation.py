@@ -68,9 +68,9 @@ def _arange(
     if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
         return None
     start: Index = 0
-    step = _whole(bounds[2] if len(bounds) == 3 else step)
+    step = _as_integer(bounds[2] if len(bounds) == 3 else step)
     if len(bounds) >= 2:
-        begin = _whole(fake_value(bounds[0]) if isinstance(bounds[0], Node) else bounds[0])
+        begin = _as_integer(fake_value(bounds[0]) if isinstance(bounds[0], Node) else bounds[0])
         if not isinstance(begin, (int, torch.SymInt)):
             return None
         start = reader.sizes.index(begin)
@@ -80,7 +80,7 @@ def _arange(
     return apply("cast", number, dtype=value.dtype) if value.is_floating_point() else number
 
 
-def _whole(number: Any) -> Any:
+def _as_integer(number: Any) -> Any:
     """A whole floating number as the integer it is: positions of a floating type are exact up to 2**24 of them."""
     return int(number) if isinstance(number, float) and number.is_integer() and abs(number) < 1 << 20 else number
 

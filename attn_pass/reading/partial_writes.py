@@ -147,7 +147,7 @@ def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -
             numbers.append((dim, entry))
             bounds.append(None)
         else:
-            start = _whole(reader, entry, shape[dim])
+            start = _index_of(reader, entry, shape[dim])
             if start is None or not is_at_most(start + 1, shape[dim]):
                 return None
             bounds.append((start, 1))
@@ -180,14 +180,14 @@ def _sliced(reader: Reader, entry: slice, size: Index) -> tuple[Index, Index] | 
     """Start and length of a slice that steps by one; None if they cannot be determined."""
     if entry.step not in (None, 1):
         return None
-    start = 0 if entry.start is None else _whole(reader, entry.start, size)
-    stop = size if entry.stop is None else _whole(reader, entry.stop, size)
+    start = 0 if entry.start is None else _index_of(reader, entry.start, size)
+    stop = size if entry.stop is None else _index_of(reader, entry.stop, size)
     if start is None or stop is None or not is_nonnegative(stop - start):
         return None
     return (start, stop - start) if is_at_most(stop, size) else None
 
 
-def _whole(reader: Reader, value: Any, size: Index) -> Index | None:
+def _index_of(reader: Reader, value: Any, size: Index) -> Index | None:
     """A number of an index, counted from the front; None for one of unknown sign."""
     held = fake_value(value) if isinstance(value, Node) else value
     if isinstance(held, bool) or not isinstance(held, (int, torch.SymInt)):
@@ -212,7 +212,7 @@ def _pairs(
     (grid, first, _), (again, second, _) = made_of
     call = reader.call(grid)
     if call is not None and grid is again and call.op in _TRIANGLES and not reader.effects.mutations(grid):
-        sizes = [_whole(reader, call[name], 0) for name in ("row", "col")]
+        sizes = [_index_of(reader, call[name], 0) for name in ("row", "col")]
         offset = call["offset"]
         offset = fake_value(offset) if isinstance(offset, Node) else offset
         is_whole = sizes == [shape[row], shape[column]] and isinstance(offset, (int, torch.SymInt))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.model.index import Poly, Symbol
-from attn_pass.patterns.by_slices import _place
+from attn_pass.patterns.by_slices import _slice_bound
 
 Write = Callable[[Tensor], Any]
 
@@ -97,9 +97,9 @@ def test_of_any_size() -> None:
 def test_a_slice_of_a_size_that_may_be_smaller() -> None:
     """Torch guards on such sizes; where nobody has, it is not known where the slice is."""
     free, long = (Poly.of(Symbol("s", minimum, 100)) for minimum in (0, 4))
-    assert [_place(n, 0, free) for n in (4, -2)] == [None, None] and _place(0, 0, free) == 0
-    assert [_place(n, 0, long) for n in (4, 5, -2)] == [4, None, long - 2]
-    assert [_place(n, 0, 3) for n in (4, 2, -4)] == [3, 2, None]
+    assert [_slice_bound(n, 0, free) for n in (4, -2)] == [None, None] and _slice_bound(0, 0, free) == 0
+    assert [_slice_bound(n, 0, long) for n in (4, 5, -2)] == [4, None, long - 2]
+    assert [_slice_bound(n, 0, 3) for n in (4, 2, -4)] == [3, 2, None]
 
 
 class Model(torch.nn.Module):

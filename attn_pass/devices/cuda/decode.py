@@ -153,7 +153,7 @@ class Decode(CudaKernel):
         mask = mask_tensor(lower, decided.mask, setting)
         arguments = [query, key, value, mask, a.scale, decided.causal, decided.window]
         if decided.valid is not None:
-            arguments += [*decided.valid.given(lower), decided.valid.mean]
+            arguments += [*decided.valid.lengths_and_starts(lower), decided.valid.mean]
         if a.sink is None:
             return lower.result(plan.call(torch.ops.attn_pass.decode.default, *arguments))
         both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)

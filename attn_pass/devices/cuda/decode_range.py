@@ -35,7 +35,7 @@ class DecodeRange:
     mean: bool = False
     in_cache: bool = False
 
-    def given(self, lower: Lowering) -> tuple[Value | None, Value | None]:
+    def lengths_and_starts(self, lower: Lowering) -> tuple[Value | None, Value | None]:
         """The operator's ``lengths`` and ``starts``, int32, (B,) or (1,)."""
         values = end_of_keys(lower, self.ends), first_key(lower, self.starts)
         return _in_int32(lower, values[0]), _in_int32(lower, values[1])
@@ -45,12 +45,12 @@ def range_of(a: Attention, setting: Setting, target: str) -> DecodeRange | Refus
     """The valid range of an attention that has one: as the whole mask, or as what of the keys is read beside it."""
     assert a.valid is not None
     bounds = bounds_of(a, setting)
-    whole = _whole(a, bounds)
+    as_whole_mask = _as_whole_mask(a, bounds)
     in_cache = bounds.shift is None and bounds.upper is not None and _ends_inside(a, bounds.upper)
     nonempty = a.mask.never_empty or setting.assume_nonempty_rows
     averages = a.mask.replaces_with_number and not nonempty
-    if whole is not None and not (averages and a.sink is not None):
-        starts, ends, causal, window = whole
+    if as_whole_mask is not None and not (averages and a.sink is not None):
+        starts, ends, causal, window = as_whole_mask
         return DecodeRange(starts, ends, True, causal, window, averages, causal and in_cache)
     if averages:
         return Refusal(
@@ -59,7 +59,7 @@ def range_of(a: Attention, setting: Setting, target: str) -> DecodeRange | Refus
     return DecodeRange(a.valid.first, a.valid.last, says_all=False)
 
 
-def _whole(a: Attention, bounds: Bounds) -> tuple[tuple[Expr, ...], tuple[Expr, ...], bool, int] | None:
+def _as_whole_mask(a: Attention, bounds: Bounds) -> tuple[tuple[Expr, ...], tuple[Expr, ...], bool, int] | None:
     """The bounds as the operator's, if they are the whole mask: starts, ends, causal, window."""
     if a.mask.bias is not None or bounds.rest != TRUE or not bounds.is_range:
         return None

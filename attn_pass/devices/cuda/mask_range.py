@@ -35,11 +35,11 @@ class MaskRange:
     averages: bool = False
     mean: ClassVar[bool] = False  # the operator's argument: the mask says it here
 
-    def given(self, lower: Lowering) -> tuple[Value, Value]:
+    def lengths_and_starts(self, lower: Lowering) -> tuple[Value, Value]:
         """The operator's ``lengths`` and ``starts``, int32, (B,) or (1,)."""
         a, call = lower.attention, lower.plan.call
         with lower.plan.sharing():
-            keeps = self._kept(lower)
+            keeps = self._keeps(lower)
             int32 = {"dtype": torch.int32, "device": a.sources[a.query.source].device}
             keys = call(aten.arange.default, lower.plan.size(a.kv_len), **int32)
 
@@ -49,7 +49,7 @@ class MaskRange:
             before = largest(call(aten.rsub.Scalar, keys, _FAR))  # how far the first one is from there
             return largest(call(aten.add.Tensor, keys, 1)), call(aten.rsub.Scalar, before, _FAR)
 
-    def _kept(self, lower: Lowering) -> Value:
+    def _keeps(self, lower: Lowering) -> Value:
         condition = lower.attention.mask.deep_condition
         if condition is None:
             return given_masks.kept(lower)

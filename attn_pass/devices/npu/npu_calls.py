@@ -330,7 +330,7 @@ class _Mask:
         letters = mask_letters(facts, shape)
         if letters is None:
             raise Unreadable(
-                f"its mask of {_words(shape)} is of no shape that is documented for "
+                f"its mask of {_shape_text(shape)} is of no shape that is documented for "
                 f"{'one query row' if facts.decodes else f'sparse_mode {facts.mode}'}: {mask_words(facts)}",
                 self.node,
             )
@@ -344,7 +344,9 @@ class _Mask:
         """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
         shape = self.reader.sizes.shape(value)
         if "".join("s" if n == SIDE else str(n) for n in shape) not in facts.limits.compressed:
-            raise Unreadable(f"a mode with a compressed mask needs one of 2048 x 2048, got {_words(shape)}", self.node)
+            raise Unreadable(
+                f"a mode with a compressed mask needs one of 2048 x 2048, got {_shape_text(shape)}", self.node
+            )
         why, trusted = check_triangle(self.reader, mask, self.reader.order[self.node])
         if why is not None:
             raise Unreadable(why, self.node)
@@ -352,7 +354,7 @@ class _Mask:
             self.trusted.append(TRUSTED)
 
 
-def _words(shape: Position) -> str:
+def _shape_text(shape: Position) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 

@@ -74,7 +74,7 @@ def _of_rows(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> t
     """The keys that any of the rows ``first`` to ``first + size - 1`` sees, and those that all of them see."""
     last = size - 1
     if isinstance(part, Band):
-        low, high = _whole(part.lower), _whole(part.upper)
+        low, high = _as_integer(part.lower), _as_integer(part.upper)
         some = (None if low is None else do.add(first, low), None if high is None else do.add(first, last + high))
         every = (None if low is None else do.add(first, last + low), None if high is None else do.add(first, high))
         return some, every
@@ -86,12 +86,12 @@ def _of_rows(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> t
 def _of_keys(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> tuple[Bounds, Bounds]:
     """The rows that see any of the keys ``first`` to ``first + size - 1``, and those that see all of them."""
     if isinstance(part, Band):
-        low, high = _whole(part.lower), _whole(part.upper)
+        low, high = _as_integer(part.lower), _as_integer(part.upper)
         mirrored = Band(None if high is None else -high, None if low is None else -low)
         return _of_rows(mirrored, first, size, do)
     if isinstance(part, Chunk):
         return _of_chunk(first, size - 1, part.size, part.key_shift, part.row_shift, do)
-    low, high = _whole(part.lower), _whole(part.upper)
+    low, high = _as_integer(part.lower), _as_integer(part.upper)
     # Every row or none: none is a first row that is out of reach.
     outside, cut = [], []
     if low is not None:
@@ -118,7 +118,7 @@ def _if_any_is_positive(values: list[Any], do: Numbers) -> Any:
     return largest
 
 
-def _whole(bound: Index | None) -> int | None:
+def _as_integer(bound: Index | None) -> int | None:
     assert bound is None or isinstance(bound, int)
     return bound
 

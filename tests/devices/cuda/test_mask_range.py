@@ -105,13 +105,13 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[mask_range.MaskRange]:
     """The ranges that were emitted."""
     emitted_ranges: list[mask_range.MaskRange] = []
-    given = mask_range.MaskRange.given
+    original = mask_range.MaskRange.lengths_and_starts
 
     def noted(self: mask_range.MaskRange, lower: Any) -> Any:
         emitted_ranges.append(self)
-        return given(self, lower)
+        return original(self, lower)
 
-    monkeypatch.setattr(mask_range.MaskRange, "given", noted)
+    monkeypatch.setattr(mask_range.MaskRange, "lengths_and_starts", noted)
     return emitted_ranges
 
 
