@@ -130,11 +130,6 @@ class Prologue:
         """What is done to the elements, in order."""
         return tuple(step for stage in reversed(self.stages) for step in stage.steps())
 
-    @property
-    def rotation(self) -> Rotation | None:
-        """The rotary embedding; None where there is none."""
-        return next((s.rotation for s in self.stages if s.rotation is not None), None)
-
     def __str__(self) -> str:
         text = ", then ".join(map(str, self.steps))
         text += f"; before it not read: {self.unread}" if self.unread else ""

@@ -41,11 +41,6 @@ class Case:
     operator: str
 
     @property
-    def is_inference(self) -> bool:
-        """Whether it is the operator without a gradient."""
-        return self.operator == INFERENCE
-
-    @property
     def limits(self) -> Limits:
         """What the operator takes."""
         return LIMITS[self.operator]
