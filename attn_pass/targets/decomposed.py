@@ -1,6 +1,7 @@
 """Two products and a softmax: for sites where a fused call costs more, or only the math backend is allowed.
 
-The softmax gives 0 for a fully masked row, as the call does.
+Becomes: ``softmax(query * scale @ key.mT + mask) @ value``. The softmax gives 0 for a fully masked row, as the call
+does.
 
 Offers on the CPU, in inference, in float32 and float64, as a replacement for a call only.
 """

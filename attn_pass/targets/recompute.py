@@ -5,6 +5,9 @@ target keeps its forward, which stores no score matrix, in an autograd function,
 softmax and five products on the saved operands. That is one product more than the backward of the program as written,
 and no layer's weights are stored from the forward to the backward.
 
+Becomes: the higher-order operator ``autograd_function_apply``, with the kernel and the mask as one additive matrix in
+its forward, and these operations in its backward.
+
 Offers on the CPU, in training under ``torch.compile``, if the mask needs a gradient (T5's and Swin's learned bias) or
 two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times as long as stock on two
 cores, and no less memory at the peak, which is in the backward ([results/training-cpu.md](results/training-cpu.md));

@@ -1,8 +1,8 @@
 """One canonical ``scaled_dot_product_attention`` call: rank 4, explicit scale, a mask of a legal dtype.
 
-The call has ``is_causal`` or a mask, and ``enable_gqa`` for grouped heads. Head dims that differ are padded with zeros
-and the result is sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last dimension
-that is not dense is copied.
+Becomes: a call with ``is_causal`` or a mask, and ``enable_gqa`` for grouped heads. Head dims that differ are padded
+with zeros and the result is sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last
+dimension that is not dense is copied.
 
 With a sink, in inference on CPUs, the target emits the kernel that torch's call takes there, whose logarithm of the
 sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient. For runtimes the

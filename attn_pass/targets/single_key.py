@@ -1,5 +1,7 @@
 """One key: its weight is 1 in every row, so the result is the value, copied for every query.
 
+Becomes: ``value.expand(B, H, L, Dv).clone()``.
+
 Offers in inference, on any device, if there is one key that no mask can hide. Queries and keys are not read, so a
 score that is not finite has no effect: the report lists that as an assumption, and ``numerics="strict"`` refuses.
 """

@@ -1,5 +1,9 @@
 """This package's own CPU kernel, ``attn_pass::attention``: masks are bounds of its loops; float32 and half precision.
 
+Becomes: one call of ``attn_pass::attention`` on the operands as they lie in memory; with gradients or dropout of
+``attn_pass::attention_forward``, which has the backward, and if only the log-sum-exp is needed as well of
+``attn_pass::attention_with_lse``.
+
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
 ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an
 additive tensor, with as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a

@@ -1,5 +1,8 @@
 """cuDNN's fused attention as torch calls it: the fastest kernel for prefill and training on Hopper.
 
+Becomes: one call of ``aten._scaled_dot_product_cudnn_attention``, causal by its flag or with the mask as one additive
+tensor. Head dims that the kernel does not have are padded with zeros, and the result is sliced.
+
 Offers in float16 and bfloat16, forward and backward, with grouped heads, dropout in steps of 1/16, and masks that need
 no gradient and leave no row fully masked. cuDNN builds a plan for each new shape, which takes tens of milliseconds, so
 if lengths are not known at compile time, other kernels are cheaper for all but the largest shapes.

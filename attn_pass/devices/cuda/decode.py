@@ -4,6 +4,9 @@ Torch's kernels treat a query of two to about sixty rows like a long one: one th
 sequence, so that most of the device is idle. This kernel splits the keys into as many parts as keep the device busy,
 and all heads of a KV head share one pass over its keys and values.
 
+Becomes: one call of ``attn_pass::decode``, with the causal flag, the window and the range of valid keys as arguments
+and any other mask as a tensor; with a sink ``attn_pass::decode_with_lse``, and a factor for each row of its result.
+
 Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
 together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
 multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. The

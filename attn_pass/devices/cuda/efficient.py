@@ -1,5 +1,9 @@
 """The memory-efficient kernel (CUTLASS) as torch builds it in: any mask, float32, and gradients of a learned bias.
 
+Becomes: one call of ``aten._scaled_dot_product_efficient_attention``, causal by its flag or with the mask as one
+additive tensor, which is expanded to (B, H, L, S). Fully masked rows that the kernel does not compute as the program
+does are replaced beside it.
+
 Offers in float32, float16 and bfloat16, forward and backward, with any mask or bias, for any head dim, without grouped
 heads (the poor case ``grouped_heads`` packs them into rows first). float32 stays float32.
 """

@@ -1,10 +1,10 @@
 """FlashAttention-2 as torch builds it in, for CUDA devices: no mask, a causal one, or a window.
 
-The target emits ``aten._scaled_dot_product_flash_attention`` if there is no mask, or a causal one over equal lengths.
-It emits ``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are
-aligned to the last key of more keys than queries; torch's own call computes these from a dense mask. Windows are
-offered only with no more queries than keys: see ``bands``. If only a part of a cache is valid, the kernel receives
-where the valid keys of each batch row begin, and how many there are (`flash_lengths`).
+Becomes: ``aten._scaled_dot_product_flash_attention`` if there is no mask, or a causal one over equal lengths, and
+``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are aligned to
+the last key of more keys than queries; torch's own call computes these from a dense mask. Windows are offered only with
+no more queries than keys: see ``bands``. If only a part of a cache is valid, the kernel receives where the valid keys
+of each batch row begin, and how many there are (`flash_lengths`).
 
 Offers in float16 and bfloat16, forward and backward, with grouped heads and dropout, for head dims up to 256. Both are
 C++ operators and can be part of AOTInductor packages. If ``torch.nn.attention.activate_flash_attention_impl`` has

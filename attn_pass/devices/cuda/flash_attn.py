@@ -1,10 +1,11 @@
 """The library flash-attn (Dao-AILab, 2.7 and newer): FlashAttention-2 with soft caps, ALiBi, windows.
 
 This is the kernel that torch's own flash attention is built from, with features that torch leaves out: soft caps (with
-the device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key. In
-inference it is called as the operator it registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D) views, in
-training as its function ``flash_attn_func``. Head dims that differ or are not multiples of 8 are padded with zeros. The
-model adds 20 us per call for its Python: where torch's own kernels can do the same, they are cheaper.
+the device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key.
+
+Becomes: in inference the operator that the library registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D)
+views, in training its function ``flash_attn_func``. Head dims that differ or are not multiples of 8 are padded with
+zeros. The model adds 20 us per call for its Python: where torch's own kernels can do the same, they are cheaper.
 
 Offers if the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16 and
 bfloat16. In training it needs torch.compile, and slopes that are not learned. It is not offered for ``aot_compile``,

@@ -1,7 +1,7 @@
 """FlashAttention-3 (Dao-AILab, the repository's ``hopper`` folder): the fastest published kernel on Hopper.
 
-In inference it is called as the operator that its Python registers, ``flash_attn_3::_flash_attn_forward``, on
-(B, L, H, D) views without copies, in training as its function ``flash_attn_func``. It supports grouped heads, windows
+Becomes: in inference the operator that its Python registers, ``flash_attn_3::_flash_attn_forward``, on (B, L, H, D)
+views without copies, in training its function ``flash_attn_func``. The kernel supports grouped heads, windows
 and causal masks aligned to the last key, and soft caps (with the device's own tanh), but no ALiBi, mask tensor, dropout
 or sinks. Head dims are padded with zeros to a multiple of 8, and to each other unless the kernel supports that pair.
 The model adds 20 us per call for its Python.

@@ -1,6 +1,6 @@
 """FlexAttention with ``BACKEND="FLASH"``: the score function inside FlashAttention-4's kernel instead of Triton's.
 
-The target emits what ``flex`` emits, with one more kernel option, if the package flash-attn-4 (``flash_attn.cute``) is
+Becomes: what ``flex`` makes of it, with one more kernel option, if the package flash-attn-4 (``flash_attn.cute``) is
 installed. Published figures for its kernel are 1.2 to 3.2 times Triton's rate on Hopper and Blackwell; the cost model
 uses the lowest.
 

@@ -1,12 +1,12 @@
 """Ascend's fused attention through torch_npu: ``npu_fused_infer_attention_score`` and ``npu_fusion_attention``.
 
-The first is used in inference in half precision, the second in training and in float32: its version for graphs
-(``npu_fusion_attention_v3``) on A2 and A3, the first version on 950. Operands keep their memory layout, heads or
-positions first (BNSD, BSND, BSH, SBH), and grouped heads need no copies. Causal masks from either end and windows
-become a mode with one compressed mask for the whole graph. Other masks become boolean tensors, True where masked out;
-additive matrices do so only if they are proven to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
-always passed, because their defaults silently give wrong results. Sites with dropout are left in checkpoints and where
-two calls may be equal, because v3 draws random numbers without declaring it to the compiler.
+Becomes: one call of the first in inference in half precision, and of the second in training and in float32: of its
+version for graphs (``npu_fusion_attention_v3``) on A2 and A3, of the first version on 950. Operands keep their memory
+layout, heads or positions first (BNSD, BSND, BSH, SBH), and grouped heads need no copies. Causal masks from either end
+and windows become a mode with one compressed mask for the whole graph. Other masks become boolean tensors, True where
+masked out; additive matrices do so only if they are proven to be 0 or masking. Scale, heads, bounds and
+``inner_precise`` are always passed, because their defaults silently give wrong results. Sites with dropout are left in
+checkpoints and where two calls may be equal, because v3 draws random numbers without declaring it to the compiler.
 
 Offers on Ascend devices, if torch_npu has registered its operators; [npu.md](npu.md) lists the supported forms and the
 reasons for the others. The tests check every call against the documented contract; nothing has run on an NPU, and

@@ -5,6 +5,8 @@ operator takes query, key and value with positions before heads, (B, L, H, D) an
 are, and as its mask none, a triangle that begins at a position, or one matrix (L, S) for every batch row and head. What
 it does not take is left, and lowered as ExecuTorch lowers it. It was tried with ExecuTorch 1.5
 (docs/howto/runtimes.md).
+
+Becomes: one call of ``llama.custom_sdpa`` on operands in that order, and a transpose of its result.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """JAX's Pallas kernels for TPUs as targets: flash attention, and splash attention for windows and grouped heads.
 
+Becomes: one call of ``attn_pass_xla::attention``, the operator of this package that calls the kernel. Head dims are
+padded with zeros, and the result is sliced; for flash attention keys and values are repeated for the heads that share
+them.
+
 Offers for TPUs (v5e, v5p, v6e, TPU7x), by name or where torch_xla runs on one; in bfloat16 and float32, forward and
 backward, without dropout, for sizes that are known when the graph is compiled. A causal mask is a flag, a window is
 splash attention's band, padding keys are segment ids, and any other mask is a float32 matrix, which flash attention

@@ -1,5 +1,8 @@
 """FlexAttention, for scores with more than a scale and a mask: soft caps, clamps, masks that multiply, weak fills.
 
+Becomes: the higher-order operator ``flex_attention``, with the score function, the block mask and the tensors that both
+read as its arguments.
+
 Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
 matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
