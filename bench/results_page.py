@@ -172,10 +172,10 @@ def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str,
     for run in RUNS:
         if run.file not in documents:
             continue
-        told = summary(documents[run.file])
-        ratios = [f"{told[name]:.2f}" for name in ("middle", "least", "most")]
-        counts = [str(told[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
-        rows.append([f"[{run.about}]({run.file}.md)", str(told["rows"]), *ratios, *counts])
+        summarised = summary(documents[run.file])
+        ratios = [f"{summarised[name]:.2f}" for name in ("middle", "least", "most")]
+        counts = [str(summarised[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
+        rows.append([f"[{run.about}]({run.file}.md)", str(summarised["rows"]), *ratios, *counts])
     lines += markdown_table(titles, rows)
     lines += [
         "",
@@ -203,8 +203,8 @@ def _below(folder: Path) -> list[str]:
     if not rows:
         return []
     lines = [[row["name"], f"{row['over_stock']:.2f}", f"{row['over_stock_p10']:.2f}", row["chosen"]] for row in rows]
-    told = f"Of these shapes, below {readme.BELOW} at the median and at the 10th percentile in one run:"
-    return [told, "", *markdown_table(("shape", "median", "10th percentile", "chose"), lines), ""]
+    heading = f"Of these shapes, below {readme.BELOW} at the median and at the 10th percentile in one run:"
+    return [heading, "", *markdown_table(("shape", "median", "10th percentile", "chose"), lines), ""]
 
 
 _WAYS = (

@@ -20,7 +20,7 @@ import attn_pass
 from attn_pass.measuring.timing import farthest
 from attn_pass.targets.registry import all_targets
 from bench.gpu import decode_cases
-from bench.gpu.environment import Environment, passed, said
+from bench.gpu.environment import Environment, decision_row, passed
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.harness.programs import doubled
@@ -200,7 +200,7 @@ def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool
 
 
 def _outcome(report: attn_pass.Report, target: str) -> Row:
-    took = said(report)
+    took = decision_row(report)
     ran = bool(report.rewritten)
     refused = "" if ran else (report.sites[-1].refusals.get(target) or took["reason"] if report.sites else "no site")
     return {"ran": ran, "took": took["took"], "refused": refused}
@@ -213,7 +213,7 @@ def _verdict(row: Row) -> Row:
 
 
 def dropout(env: Environment, target: str) -> Row:
-    """What can be said of random weights: their mean, and that the backward draws those of the forward."""
+    """What can be decision_row of random weights: their mean, and that the backward draws those of the forward."""
     shape = (2, 4, 24, 24, 64) if env.dry else (2, 4, 256, 256, 64)
     q, k, v = (env.normal(*shape[:2], shape[3], shape[4], grad=True) for _ in range(3))
     ones = torch.ones_like(v).requires_grad_()

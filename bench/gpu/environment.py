@@ -84,7 +84,7 @@ def passed(
     return compiled(program, dynamic=sizes, backend=attn_pass.backend, options=options)
 
 
-def said(report: attn_pass.Report) -> dict[str, Any]:
+def decision_row(report: attn_pass.Report) -> dict[str, Any]:
     """What the pass did with a program of one site: the form it took, the microseconds it predicted, and why."""
     if not report.sites:
         return {"took": "no site", "predicted_us": None, "reason": ""}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.measuring.timing import peak_bytes, why
-from bench.gpu.environment import NAMED, Environment, passed, said, stock
+from bench.gpu.environment import NAMED, Environment, decision_row, passed, stock
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row, one_each
 from bench.gpu.shapes import Shape, by_hand, call, exact
@@ -138,7 +138,7 @@ def compiled_ahead(env: Environment, shape: Shape, inputs: tuple[Any, ...]) -> t
 
 def _planned(spelling: str, report: attn_pass.Report) -> Row:
     names = {"took": "took", "predicted": "predicted_us", "reason": "reason"}
-    return {f"{name}, {spelling}": said(report)[field] for name, field in names.items()}
+    return {f"{name}, {spelling}": decision_row(report)[field] for name, field in names.items()}
 
 
 def compile_case(env: Environment, shape: Shape) -> Row:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.measuring.timing import why
-from bench.gpu.environment import Environment, passed, said, stock
+from bench.gpu.environment import Environment, decision_row, passed, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.suites import models
 from bench.suites.zoo import library
@@ -92,7 +92,7 @@ def measure(env: Environment, attention: str, mode: str) -> Row:
             row["ms"][who] = row[f"ms, {who}"] = statistics.median(taken[-COUNTED:])
             row["first_s"][who] = round(sum(taken[:2]) / 1e3, 2)  # compiled twice: for one length, then for any
             if who == "pass":
-                row |= said(report)
+                row |= decision_row(report)
     right = logits.get("eager")
     wrong = [n for n, x in logits.items() if right is None or not _near(x, right)]
     row["wrong"] = ", ".join(wrong) or None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.measuring.timing import relative_error, why, worst
-from bench.gpu.environment import Environment, passed, said, stock
+from bench.gpu.environment import Environment, decision_row, passed, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.timing import Variant, compare, host_us
 from bench.harness import variants as w
@@ -95,7 +95,7 @@ def measure(env: Environment, seed: str, program: Program, packaged: bool) -> Ro
             runs = {"eager": module, "stock": stock(env, module), "pass": passed(env, module)}
             with attn_pass.record() as report:
                 runs["pass"](*inputs)
-            row |= said(report)
+            row |= decision_row(report)
             if program.by_hand is not None:
                 runs["by hand"] = program.by_hand(env.device)
             runs |= _kernels(seed)
@@ -139,7 +139,7 @@ def _packages(
             runs[name] = torch._inductor.aoti_load_package(str(folder / f"{name}.pt2"))
             row["build_s"][name] = round(time.perf_counter() - began, 1)
             if way == w.PACKAGE_PASS:
-                row |= said(report)
+                row |= decision_row(report)
         except Exception as error:
             row["failed"][name] = why(error)
     return runs

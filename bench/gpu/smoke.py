@@ -12,7 +12,7 @@ import torch
 import attn_pass
 from attn_pass.measuring.timing import relative_error, worst
 from bench.gpu import correctness, decode_cases, toolchain
-from bench.gpu.environment import Environment, facts, one_line, said
+from bench.gpu.environment import Environment, decision_row, facts, one_line
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.harness.programs import Setting
 from bench.suites.seeds import s4
@@ -71,7 +71,7 @@ def packaged_shared_keys(env: Environment) -> Row:
         run = torch._inductor.aoti_load_package(path)
         off = worst(relative_error(run(*given), program.reference(*given)) for given in sets)
     right = off <= program.tolerance
-    return {**said(report), "error_abs": off, "verdict": "right" if right else "WRONG"}
+    return {**decision_row(report), "error_abs": off, "verdict": "right" if right else "WRONG"}
 
 
 def cases(env: Environment) -> list[Case]:

@@ -10,7 +10,7 @@ import torch
 
 import attn_pass
 from attn_pass.tuning import disk_cache
-from bench.gpu.environment import Environment, passed, said
+from bench.gpu.environment import Environment, decision_row, passed
 from bench.gpu.floors import SPELLINGS
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Column, Part, Row, one_each
@@ -43,7 +43,7 @@ def measure(env: Environment, site: tuple[str, Shape]) -> Row:
         for name, run in runs.items():
             with attn_pass.record() as report:
                 run(*sets[0])
-            row |= {f"{field}, {name}": value for field, value in said(report).items()}
+            row |= {f"{field}, {name}": value for field, value in decision_row(report).items()}
             if name == "tuned" and report.sites:
                 row["measured_us"] = report.sites[-1].measured_us
         chosen, refused = chosen_by_hand(shape, env)

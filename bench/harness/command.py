@@ -73,19 +73,19 @@ def measured_tables(
     finish(console, made, json_file, before)
 
 
-def finish(console: Console, made: Document, json_file: Path | None, before: Document | None = None) -> None:
+def finish(console: Console, document: Document, json_file: Path | None, before: Document | None = None) -> None:
     """Shows and writes the document, compares it with another run.
 
     Raises:
         typer.Exit: 1, something is wrong, nothing ran, or it got worse.
     """
-    show(console, made)
+    show(console, document)
     if json_file is not None:
-        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
-    rows = [row for table in made.tables for row in table.rows]
+        console.print(f"written: {json_file} and {document.write(json_file)}", markup=False, highlight=False)
+    rows = [row for table in document.tables for row in table.rows]
     bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
     if before is not None:
-        compared = baselines.compare(made, before)
+        compared = baselines.compare(document, before)
         show_table(console, compared)
         bad = bad or baselines.regressed(compared)
     if bad:

@@ -85,10 +85,10 @@ class Document:
 
     def conditions(self) -> str:
         """One line about where and how."""
-        told = {k: v for k, v in self.run.items() if k not in ("versions", "command", "rates")}
+        facts = {k: v for k, v in self.run.items() if k not in ("versions", "command", "rates")}
         known = ", ".join(f"{name} {version}" for name, version in self.run.get("versions", {}).items())
         rates = self.run.get("rates")
-        words = [f"{name}: {value}" for name, value in told.items()] + [known]
+        words = [f"{name}: {value}" for name, value in facts.items()] + [known]
         if rates:
             products = [f"{rate:.0f} GFLOP/s ({dtype})" for dtype, rate in rates["gflops"].items()]
             words.append(f"measured rates: {', '.join(products)}, {rates['gbs']:.0f} GB/s")

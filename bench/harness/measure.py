@@ -64,7 +64,7 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         peaks = {candidate.name: peak_bytes(candidate.run, shop.inputs) for candidate in candidates}
         work = _work(shop, rates)
         errors = _errors(program, candidates, shop.inputs, setting.device)
-        reports = {way: _told(report) for way, report in shop.reports.items()}
+        reports = {way: _report_row(report) for way, report in shop.reports.items()}
     for candidate in candidates:
         yield {
             **row_of(name, candidate.name, samples[candidate.name], errors.get(candidate.name), program.tolerance),
@@ -135,16 +135,18 @@ def _errors(
     return {name: worst(of_way) for name, of_way in errors.items()}
 
 
-def _told(report: attn_pass.Report) -> Row:
+def _report_row(report: attn_pass.Report) -> Row:
     sites = list(report.sites)
-    said = [
+    descriptions = [
         f"left: {site.reason}" if site.outcome == "left" else " + ".join((str(site.target), *site.poor_cases))
         for site in sites
     ]
     for region in report.regions:
         is_packed = region.outcome == "packed"
-        said.append(f"{region.packed} of {region.sites} on packed rows" if is_packed else f"padded: {region.reason}")
-    return {"took": "; ".join(dict.fromkeys(said)) or "no site", "report": str(report)}
+        descriptions.append(
+            f"{region.packed} of {region.sites} on packed rows" if is_packed else f"padded: {region.reason}"
+        )
+    return {"took": "; ".join(dict.fromkeys(descriptions)) or "no site", "report": str(report)}
 
 
 # ---------------------------------------------------------------- the caller's side

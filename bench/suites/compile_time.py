@@ -154,16 +154,16 @@ def main(
     console = plain_console()
     names = [name for name in MODELS if only in name][: 1 if quick else None]
     rounds = 1 if quick else rounds
-    made = started("Cold compiles of real models", threads=torch.get_num_threads(), rounds=rounds, choose=choose)
-    made.tables.append(Table("A cold compile", COLUMNS))
+    document = started("Cold compiles of real models", threads=torch.get_num_threads(), rounds=rounds, choose=choose)
+    document.tables.append(Table("A cold compile", COLUMNS))
     runs: list[Row] = []
     for number in range(rounds):
         for name in names:
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:  # every round starts with the other way
                 runs += child(f"{name}, {way}", measure, (name, way, choose), teller(console))
             failed = [row for row in runs if row["status"] != "ok"]
-            made.tables[0].rows = [*summary(runs), *failed]
-            made.tables[0].notes = [target(summary(runs))]
+            document.tables[0].rows = [*summary(runs), *failed]
+            document.tables[0].notes = [target(summary(runs))]
             if json_file is not None:
-                made.write(json_file)  # what is measured stays when the run is stopped
-    finish(console, made, json_file)
+                document.write(json_file)  # what is measured stays when the run is stopped
+    finish(console, document, json_file)

@@ -89,8 +89,8 @@ COLUMNS = (
 
 def main(json_file: Json = None, threads: Threads = 1) -> None:
     """Measure the rates the cost model is made of."""
-    made = started("The cost model's constants on the CPU", threads=threads, rounds="10th percentiles of 15")
+    document = started("The cost model's constants on the CPU", threads=threads, rounds="10th percentiles of 15")
     with torch.no_grad():
         rows = [dict(zip(("name", "unit", "measured", "used"), rate)) for rate in rates()]
-    made.tables.append(Table("Rates", COLUMNS, rows))
-    finish(plain_console(), made, json_file)
+    document.tables.append(Table("Rates", COLUMNS, rows))
+    finish(plain_console(), document, json_file)

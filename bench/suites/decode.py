@@ -272,8 +272,8 @@ def main(
     console = plain_console()
     tell = teller(console)
     rounds, told = (min(rounds, 3), "two cases, two positions, fewer rounds") if quick else (rounds, None)
-    made = started(TITLE, threads=threads, rounds=f"{rounds} in turns, a fresh process a case", quick=told)
-    made.tables += [Table(name, columns, notes=[NOTES[name]]) for name, columns in COLUMNS.items()]
+    document = started(TITLE, threads=threads, rounds=f"{rounds} in turns, a fresh process a case", quick=told)
+    document.tables += [Table(name, columns, notes=[NOTES[name]]) for name, columns in COLUMNS.items()]
     positions = POSITIONS[1::2] if quick else POSITIONS
     jobs: list[tuple[str, Callable[..., Iterator[Row]], tuple[Any, ...]]] = [
         *((case.name, measured, (case, positions, rounds, threads)) for case in (QUICK if quick else CASES)),
@@ -283,11 +283,11 @@ def main(
         if only not in name:
             continue
         rows = child(name, function, given, tell)
-        for table in made.tables:
+        for table in document.tables:
             table.rows += _judged([row for row in rows if row["stage"] == table.title])
         if json_file is not None:
-            made.write(json_file)
-    finish(console, made, json_file)
+            document.write(json_file)
+    finish(console, document, json_file)
 
 
 def _judged(rows: list[Row]) -> list[Row]:

@@ -161,14 +161,14 @@ def main(
     lengths, rounds = ((1, 64), min(rounds, 3)) if quick else (LENGTHS, rounds)
     console = plain_console()
     tell = teller(console)
-    made = started("Packages with a dynamic query length", threads=1, rounds=f"{rounds} in turns, processor time")
-    made.tables += [Table("At one query and at many", STANDARD, notes=[LEGEND]), Table("The form chosen", CHOICES)]
+    document = started("Packages with a dynamic query length", threads=1, rounds=f"{rounds} in turns, processor time")
+    document.tables += [Table("At one query and at many", STANDARD, notes=[LEGEND]), Table("The form chosen", CHOICES)]
     for dtype in TOLERANCE:
         for name in names:
             rows = child(f"{name}, {name_of(dtype)}", measured, (name, dtype, lengths, rounds), tell)
-            made.tables[1].rows += [row for row in rows if "case" in row]
+            document.tables[1].rows += [row for row in rows if "case" in row]
             for program in dict.fromkeys(row["program"] for row in rows if "program" in row):
-                made.tables[0].rows += judged([row for row in rows if row.get("program") == program])
+                document.tables[0].rows += judged([row for row in rows if row.get("program") == program])
             if json_file is not None:
-                made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file)
+                document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    finish(console, document, json_file)

@@ -129,7 +129,7 @@ def main(
     sys.path[:0] = [str(TESTS / "support"), str(TESTS / "integration")]
     console = plain_console()
     tell = teller(console)
-    made = started(f"What is wrong elsewhere: {title}", threads=torch.get_num_threads())
+    document = started(f"What is wrong elsewhere: {title}", threads=torch.get_num_threads())
     end = time.monotonic() + until
     listed = [
         (name, program.function, program.inputs(torch.float32), {})
@@ -141,7 +141,7 @@ def main(
         tables.append(("Collected cases: what is wrong, or does not compile", collected(cases), False))
     for about, programs, all_shown in tables:
         table = Table(about, COLUMNS if all_shown else FOUND)
-        made.tables.append(table)
+        document.tables.append(table)
         rows: list[dict[str, Any]] = []
         for name, function, args, kwargs in programs:
             if only not in name or time.monotonic() > end:
@@ -156,16 +156,16 @@ def main(
             if is_found(rows[-1]):
                 tell(f"{name}: {rows[-1]['whole']}")
             if json_file is not None and len(rows) % 20 == 0:
-                made.write(json_file)
+                document.write(json_file)
     for count, is_near in ((number, False), (near, True)):
         if count:
             of_generated = Table(f"{NEAR if is_near else GENERATED}: what is wrong, or does not compile", FOUND)
-            made.tables.append(of_generated)
+            document.tables.append(of_generated)
             for found in checked(count, seed, backend, end, kept, together, near=is_near):
                 fill(of_generated, found)
                 tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
-    made.tables[0].notes += _OF_LISTED
-    finish(console, made, json_file)
+    document.tables[0].notes += _OF_LISTED
+    finish(console, document, json_file)
 
 
 def checked(

@@ -76,9 +76,9 @@ def calls(gm: GraphModule) -> int:
 
 def main(json_file: Json = None, quick: Quick = False) -> None:
     """Measure the pass alone over the depth of a model."""
-    made = started("The pass's own time", threads=torch.get_num_threads(), rounds="the least of five runs")
-    made.tables.append(Table("The engine alone", COLUMNS))
-    rows = made.tables[0].rows
+    document = started("The pass's own time", threads=torch.get_num_threads(), rounds="the least of five runs")
+    document.tables.append(Table("The engine alone", COLUMNS))
+    rows = document.tables[0].rows
     for layers in LAYERS[:1] if quick else LAYERS:
         gm = captured(layers)
         runs = [seconds(gm) for _ in range(6)][1:]
@@ -86,4 +86,4 @@ def main(json_file: Json = None, quick: Quick = False) -> None:
         counts = {"nodes": len(gm.graph.nodes), "sites": runs[0][1], "calls": calls(gm)}
         rows.append({"layers": layers, **counts, "min_s": low, "max_s": high})
         rows[-1]["of_smallest"] = low / rows[0]["min_s"]
-    finish(plain_console(), made, json_file)
+    finish(plain_console(), document, json_file)

@@ -277,11 +277,11 @@ def main(
             rows.append(check(form, training))
             tell(f"{rows[-1]['form']}, {rows[-1]['settings']}: {rows[-1]['verdict']} {rows[-1]['reason']}")
     table = Table("Forms", COLUMNS, merged(rows), list(NOTES))
-    made = started(TITLE, threads=torch.get_num_threads(), device=device, **_run(file, rows, forms))
-    made.tables += [table, *_told(rows, others)]
-    show(console, made)
+    document = started(TITLE, threads=torch.get_num_threads(), device=device, **_run(file, rows, forms))
+    document.tables += [table, *_tables_about(rows, others)]
+    show(console, document)
     if json_file is not None:
-        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
+        console.print(f"written: {json_file} and {document.write(json_file)}", markup=False, highlight=False)
     if not rows or any(row["verdict"] in BAD for row in rows):
         raise typer.Exit(1)
 
@@ -298,7 +298,7 @@ def _run(file: Path, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, An
     }
 
 
-def _told(rows: Sequence[Row], others: Sequence[Any]) -> list[Table]:
+def _tables_about(rows: Sequence[Row], others: Sequence[Any]) -> list[Table]:
     """The refusals that were met, with why they are true; and the tests that gave no form."""
     met = {refusal(row["program"], reason) for row in rows for reason in row["reason"].split("; ")} - {None}
     refusals = [{"says": r.says, "because": r.because} for r in REFUSALS if r in met]

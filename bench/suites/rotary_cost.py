@@ -108,8 +108,8 @@ def predicted(layer: Layer, dtype: torch.dtype) -> Row:
 
 def main(json_file: Json = None) -> None:
     """Predict what fusing rotary embeddings into the CPU kernel could save."""
-    made = started("Rotary embeddings in the CPU kernel, predicted", threads=torch.get_num_threads())
-    made.tables.append(Table("The most that can be saved", COLUMNS))
+    document = started("Rotary embeddings in the CPU kernel, predicted", threads=torch.get_num_threads())
+    document.tables.append(Table("The most that can be saved", COLUMNS))
     for layer, dtype in product(LAYERS, (torch.float32, torch.bfloat16)):
-        made.tables[0].rows.append(predicted(layer, dtype))
-    finish(plain_console(), made, json_file)
+        document.tables[0].rows.append(predicted(layer, dtype))
+    finish(plain_console(), document, json_file)

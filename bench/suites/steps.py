@@ -131,7 +131,7 @@ MODELS: Mapping[str, tuple[Callable[..., Built], Mapping[str, Any]]] = {
 """How each is made, and its sizes in quick runs and in tests."""
 
 
-def _made(name: str, small: bool, device: str) -> Built:
+def _built(name: str, small: bool, device: str) -> Built:
     make, sizes = MODELS[name]
     torch.manual_seed(0)
     module, inputs = make(**sizes) if small else make()
@@ -144,7 +144,7 @@ def programs(setting: Setting) -> list[Program]:
     return [
         Steps(
             name,
-            partial(_made, name, setting.quick),
+            partial(_built, name, setting.quick),
             tolerance=None,
             trains=True,
             draws="dropout" in name,

@@ -79,7 +79,7 @@ def _capture(site: Site, inputs: list[Tensor], verify: str) -> tuple[float, attn
 
 def main(json_file: Json = None) -> None:
     """Measure the time of `verify="graph"` per site, at sizes of known models."""
-    made = started("What verification takes", threads=2)
+    document = started("What verification takes", threads=2)
     rows: list[Row] = []
     for site in SITES:
         inputs = site.inputs()
@@ -96,5 +96,5 @@ def main(json_file: Json = None) -> None:
                 "status": "ok",
             }
         )
-    made.tables.append(Table('verify="graph", a site', COLUMNS, rows))
-    finish(plain_console(), made, json_file)
+    document.tables.append(Table('verify="graph", a site', COLUMNS, rows))
+    finish(plain_console(), document, json_file)

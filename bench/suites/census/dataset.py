@@ -135,11 +135,11 @@ def prepared(
     except NotMeasured:
         raise
     except Exception as error:
-        raise NotMeasured("unbuildable", told(error)) from error
+        raise NotMeasured("unbuildable", error_text(error)) from error
     return Subject(census, model, args, kwargs, expected, all(map(_same, expected, again)))
 
 
-def told(error: BaseException, length: int = 600) -> str:
+def error_text(error: BaseException, length: int = 600) -> str:
     """Type and message of an exception, cut to `length`."""
     return f"{type(error).__name__}: {error}"[:length]
 

@@ -11,8 +11,8 @@ import torch
 from torch.export import ExportedProgram
 
 import attn_pass
-from bench.suites.census.dataset import Census, NotMeasured, Subject, prepared, told
-from bench.suites.census.rows import Row, told_report
+from bench.suites.census.dataset import Census, NotMeasured, Subject, error_text, prepared
+from bench.suites.census.rows import Row, report_row
 
 STAGES = ("export", "decomposed")
 LARGEST_SAVED = 200 * 2**20
@@ -37,7 +37,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
             # Before the rewrite, which changes `program` in place.
             decomposed = program.run_decompositions()
     except Exception as error:
-        refusal = told(error)
+        refusal = error_text(error)
     decompose_s = round(time.perf_counter() - began, 2)
     yield {**facts, **rewritten(subject, program)}
     facts.update(stage=STAGES[1], decompose_s=decompose_s)
@@ -60,7 +60,7 @@ def exported(subject: Subject) -> tuple[ExportedProgram, bool]:
                 program = torch.export.export(subject.model, subject.args, subject.kwargs, strict=strict)
             return program, strict
         except Exception as error:
-            refusals.append(f"strict={strict}: {told(error)}")
+            refusals.append(f"strict={strict}: {error_text(error)}")
     raise NotMeasured("not exportable", " | ".join(refusals)[:1200])
 
 
@@ -70,7 +70,7 @@ def rewritten(subject: Subject, program: ExportedProgram) -> Row:
     try:
         as_exported = subject.run(program.module())
     except Exception as error:
-        return {**row, "status": "does not run as exported", "error": told(error)}
+        return {**row, "status": "does not run as exported", "error": error_text(error)}
     row["exported"] = subject.judged(as_exported)
     began = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
@@ -78,15 +78,15 @@ def rewritten(subject: Subject, program: ExportedProgram) -> Row:
         try:
             report = attn_pass.rewrite(program, choose="fused")
         except Exception as error:
-            return {**row, "status": "rewrite failed", "error": told(error)}
+            return {**row, "status": "rewrite failed", "error": error_text(error)}
     row["seconds"] = round(time.perf_counter() - began, 3)
     row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
-    row.update(told_report(report))
+    row.update(report_row(report))
     row["after"] = subject.census.counted([program.module()])
     try:
         got = subject.run(program.module())
     except Exception as error:
-        return {**row, "status": "does not run", "error": told(error)}
+        return {**row, "status": "does not run", "error": error_text(error)}
     # What torch.export got wrong is not the pass's: the rewritten program has to equal the one it was made from.
     row["numerics"] = subject.judged(got, None if row["exported"]["ok"] else as_exported)
     row["saved"] = saved(subject, program, got)
@@ -104,5 +104,5 @@ def saved(subject: Subject, program: ExportedProgram, expected: list[torch.Tenso
         file.seek(0)
         got = subject.run(torch.export.load(file).module())
     except Exception as error:
-        return told(error)
+        return error_text(error)
     return "ok" if subject.judged(got, expected)["ok"] in (True, None) else "other numbers"

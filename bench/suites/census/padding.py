@@ -16,7 +16,7 @@ import torch
 
 import attn_pass
 from attn_pass.report.record import Report
-from bench.suites.census.dataset import Census, Subject, prepared, told
+from bench.suites.census.dataset import Census, Subject, error_text, prepared
 from bench.suites.census.padded_rows import seen, token_masks
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
@@ -55,9 +55,9 @@ def compiled(subject: Subject, stage: str) -> Row:
         try:
             made |= judged(subject, stage, subject.run(torch.compile(subject.model, backend=backend)))
         except Exception as error:
-            made.update(status="does not run", error=told(error))
+            made.update(status="does not run", error=error_text(error))
     made["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
-    return {**made, **_told(report)}
+    return {**made, **_report_row(report)}
 
 
 def judged(subject: Subject, stage: str, got: list[torch.Tensor]) -> Row:
@@ -68,5 +68,5 @@ def judged(subject: Subject, stage: str, got: list[torch.Tensor]) -> Row:
     return {"numerics": subject.judged(both.got, both.expected), "zeros": both.zeros}
 
 
-def _told(report: Report) -> Row:
+def _report_row(report: Report) -> Row:
     return {"attentions": len(report.rewritten), "regions": [region.to_dict() for region in report.regions]}

@@ -20,7 +20,7 @@ from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
 from attn_pass.report.record import Report
-from bench.suites.census.dataset import Census, prepared, told
+from bench.suites.census.dataset import Census, error_text, prepared
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 
@@ -52,7 +52,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
                 got = subject.run(torch.compile(subject.model, backend=joining))
             row.update(status="ok", numerics=subject.judged(got))
         except Exception as error:
-            row.update(status="does not run", error=told(error))
+            row.update(status="does not run", error=error_text(error))
     row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
     yield {**row, **_counted(reports)}
 

@@ -22,7 +22,7 @@ from attn_pass.patterns.softmax_forms import is_softmax
 from attn_pass.reading.made_of import sums
 from attn_pass.reading.prologue import operands_of, prologues
 from attn_pass.reading.reader import Reader
-from bench.suites.census.dataset import Census, NotMeasured, told
+from bench.suites.census.dataset import Census, NotMeasured, error_text
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 
@@ -41,7 +41,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
     try:
         model, inputs = census.zoo.build(name, dropout=None)
     except Exception as error:
-        raise NotMeasured("unbuildable", told(error)) from error
+        raise NotMeasured("unbuildable", error_text(error)) from error
     graphs: list[list[Row]] = []
 
     def look(gm: GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
         with torch.no_grad():
             torch.compile(model.eval(), backend=look)(*args, **kwargs)
     except Exception as error:
-        row.update(status="does not run", error=told(error))
+        row.update(status="does not run", error=error_text(error))
     yield {**row, "operands": [operand for graph in graphs for operand in graph]}
 
 

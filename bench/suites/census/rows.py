@@ -25,28 +25,28 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     return list({key(row): row for row in lines}.values())
 
 
-def told_report(report: Report) -> Row:
+def report_row(report: Report) -> Row:
     """The report's part of a row: hand-written sites rewritten, calls rewritten, and every site that is left."""
     return {
         "rewritten": sum(site.form != "sdpa" and site.outcome != "left" for site in report.sites),
         "calls_rewritten": sum(site.form == "sdpa" and site.outcome != "left" for site in report.sites),
         "masks": dict(Counter(f"{site.form}: {site.mask}" for site in report.sites if site.kind == "attention")),
-        "left": [told_site(site) for site in report.left],
+        "left": [site_row(site) for site in report.left],
     }
 
 
-def told_site(site: SiteReport) -> dict[str, Any]:
+def site_row(site: SiteReport) -> dict[str, Any]:
     """What is worth knowing of a site that is left."""
     names = ("kind", "form", "reason", "where", "module", "node", "mask", "refusals")
     return {name: getattr(site, name) for name in names}
 
 
-def told_row(row: Row) -> str:
+def row_text(row: Row) -> str:
     """One line about a row, for the log."""
-    return " ".join(_words(row))
+    return " ".join(_row_parts(row))
 
 
-def _words(row: Row) -> Iterator[str]:
+def _row_parts(row: Row) -> Iterator[str]:
     yield f"{row['name']:34s} {row.get('stage', ''):12s} {row['status']:8s}"
     if "sites" in row:
         yield f"hand {row['sites'].get('hand', 0)} sdpa {row['sites'].get('sdpa', 0)}"

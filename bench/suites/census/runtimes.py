@@ -17,9 +17,9 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 import attn_pass
-from bench.suites.census.dataset import Census, NotMeasured, Subject, prepared, told
+from bench.suites.census.dataset import Census, NotMeasured, Subject, error_text, prepared
 from bench.suites.census.export import exported
-from bench.suites.census.rows import Row, told_report
+from bench.suites.census.rows import Row, report_row
 
 Translated = tuple[Counter[str], Callable[[], list[Tensor]]]
 """The operators of a translated program, and what runs it."""
@@ -59,19 +59,21 @@ def _compared(
         # What the runtime gets wrong without the pass is not the pass's: then both have to be equal.
         stock = None if row["stock_numerics"]["ok"] else computed
     except Exception as error:
-        row["stock_error"] = told(error)
+        row["stock_error"] = error_text(error)
     try:
         ours, _ = exported(subject)  # translating a program may leave something in it
     except NotMeasured as error:
         return {**row, "status": error.status, "error": str(error)}
     report = attn_pass.rewrite(ours, runtime=runtime)
-    row.update(told_report(report))
+    row.update(report_row(report))
     try:
         found, run = translate(subject, ours)
         row["operators"] = found[operator]
         row["numerics"] = subject.judged(run(), stock)
     except Exception as error:
-        row.update(status="does not run" if "stock_error" not in row else "not for this runtime", error=told(error))
+        row.update(
+            status="does not run" if "stock_error" not in row else "not for this runtime", error=error_text(error)
+        )
     return row
 
 

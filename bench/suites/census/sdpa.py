@@ -15,8 +15,8 @@ import torch
 from torch.fx import GraphModule
 
 import attn_pass
-from bench.suites.census.dataset import Census, prepared, told
-from bench.suites.census.rows import Row, told_report
+from bench.suites.census.dataset import Census, error_text, prepared
+from bench.suites.census.rows import Row, report_row
 
 
 def facts_of(census: Census, name: str) -> Row:
@@ -46,9 +46,9 @@ def measure(census: Census, name: str) -> Iterator[Row]:
             got = subject.run(torch.compile(subject.model, backend=counting))
             row.update(status="ok", numerics=subject.judged(got))
         except Exception as error:
-            row.update(status="does not run", error=told(error))
+            row.update(status="does not run", error=error_text(error))
     row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
-    yield {**row, "sites": dict(sites), "graphs": graphs, "seconds": round(report.seconds, 3), **told_report(report)}
+    yield {**row, "sites": dict(sites), "graphs": graphs, "seconds": round(report.seconds, 3), **report_row(report)}
 
 
 def build_with_sdpa() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from bench.harness.console import teller
 from bench.harness.process import Task, in_child
-from bench.suites.census.rows import key, read_rows, told_row
+from bench.suites.census.rows import key, read_rows, row_text
 
 
 def run_all(tasks: Sequence[Task], out: Path, *, jobs: int, limit_s: float, console: Console) -> None:
@@ -27,7 +27,7 @@ def run_all(tasks: Sequence[Task], out: Path, *, jobs: int, limit_s: float, cons
                 for row in future.result():
                     file.write(json.dumps(row) + "\n")
                     file.flush()
-                    tell(f"{number}/{len(left)} {told_row(row)}")
+                    tell(f"{number}/{len(left)} {row_text(row)}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

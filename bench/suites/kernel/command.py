@@ -137,33 +137,33 @@ def main(
     tell = teller(console)
     quiet(max(counts))
     rounds, told = (min(rounds, 3), "a few cases, fewer rounds") if quick else (rounds, None)
-    made = started(TITLE, threads=max(counts), rounds=rounds, quick=told)
-    made.run |= {
+    document = started(TITLE, threads=max(counts), rounds=rounds, quick=told)
+    document.run |= {
         "threads": ", ".join(map(str, counts)),
-        "versions": {**made.run["versions"], **installed("openvino", "onnxruntime", "zentorch")},
+        "versions": {**document.run["versions"], **installed("openvino", "onnxruntime", "zentorch")},
     }
     for title, cases, columns, notes in (
         ("Many rows", MANY, MANY_COLUMNS, MANY_NOTES),
         ("Few rows", FEW, FEW_COLUMNS, FEW_NOTES),
     ):
         table = Table(title, columns, notes=[*notes])
-        made.tables.append(table)
+        document.tables.append(table)
         for dtype in DTYPES:
             of_dtype: list[Row] = []
             for case in cases:
                 if only in case.name and (not quick or case in QUICK_CASES):
                     rows = list(measured(case, dtype, counts, rounds))
                     of_dtype += rows
-                    tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_told, rows))}")
+                    tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_row_text, rows))}")
             table.rows += sorted(of_dtype, key=lambda row: row["threads"])
             if json_file is not None:
-                made.write(json_file)  # what is measured stays when the run is stopped
+                document.write(json_file)  # what is measured stays when the run is stopped
         failed = {f"{name}: {why}" for row in table.rows for name, why in row["failures"].items()}
         table.notes += [f"Not measured: {text}." for text in sorted(failed)]
-    if not any(table.rows for table in made.tables):
+    if not any(table.rows for table in document.tables):
         raise typer.BadParameter(f"no case's name holds {only!r}", param_hint="--only")
-    finish(console, made, json_file)
+    finish(console, document, json_file)
 
 
-def _told(row: Row) -> str:
+def _row_text(row: Row) -> str:
     return f"{row['ours_us'] / 1e3:.2f} ms ({row['share']:.2f}) {row['verdict']}".rstrip()

@@ -111,7 +111,7 @@ def main(json_file: Json = None, rounds: Rounds = 25) -> None:
     """What a mask that hides nothing costs the CPU kernel."""
     console = plain_console()
     quiet(1)
-    made = started("What a mask costs the CPU kernel", threads=1, rounds=rounds)
-    made.tables.append(Table("A mask that keeps every key", COLUMNS, notes=list(NOTES)))
-    made.tables[0].rows += _rows(rounds, teller(console))
-    finish(console, made, json_file)
+    document = started("What a mask costs the CPU kernel", threads=1, rounds=rounds)
+    document.tables.append(Table("A mask that keeps every key", COLUMNS, notes=list(NOTES)))
+    document.tables[0].rows += _rows(rounds, teller(console))
+    finish(console, document, json_file)
