@@ -32,12 +32,12 @@ class LaidOut:
 
     def _take(self, gm: GraphModule, node: Node, places: dict[Node, int]) -> None:
         parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
-        held = [tensor_value(part) for part in parts]
+        fakes = [tensor_value(part) for part in parts]
         value = tensor_value(node)
         assert value is not None
         with value.fake_mode:  # type: ignore[attr-defined]
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        fake.requires_grad_(any(v is not None and v.requires_grad for v in held))
+        fake.requires_grad_(any(v is not None and v.requires_grad for v in fakes))
         first = parts[0]
         first.meta[value_key(first)] = fake
         node.replace_all_uses_with(first)

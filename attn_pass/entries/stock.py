@@ -132,5 +132,5 @@ def _call(node: Node) -> FusedCall:
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if not isinstance(mask, Node):
         return FusedCall(name)
-    held = mask.meta["val"]
-    return FusedCall(name, "boolean" if held.dtype == torch.bool else "additive", held.numel())
+    value = mask.meta["val"]
+    return FusedCall(name, "boolean" if value.dtype == torch.bool else "additive", value.numel())

@@ -59,9 +59,9 @@ def ancestry(
         if node.op == "placeholder" and node in bound:
             waiting.append(bound[node])
         elif node.op in ("placeholder", "get_attr"):
-            held = attribute(node)
-            value = held if isinstance(held, torch.Tensor) else tensor_value(node)
-            inputs.add(node if held is None else id(held))
+            tensor = attribute(node)
+            value = tensor if isinstance(tensor, torch.Tensor) else tensor_value(node)
+            inputs.add(node if tensor is None else id(tensor))
             is_whole = is_whole and (node.op == "get_attr" or node.graph is root)
             needs_grad = needs_grad or (value is not None and value.requires_grad)
         elif not str(getattr(node.target, "__name__", node.target)).partition(".")[0].endswith(_SHAPES_ALONE):

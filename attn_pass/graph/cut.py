@@ -235,8 +235,8 @@ def _is_input(node: Node, sources: Mapping[Node, int], around: Around) -> bool:
     if isinstance(fake_value(node), SYMBOLIC):
         return False
     if node.op == "get_attr" and node not in sources:
-        held = attribute(node)
-        return isinstance(held, (FakeTensor, torch.nn.Parameter)) or held is None
+        tensor = attribute(node)
+        return isinstance(tensor, (FakeTensor, torch.nn.Parameter)) or tensor is None
     return node in sources or node.op == "placeholder"
 
 
@@ -262,13 +262,13 @@ class _Copy:
                 self.copied[node] = self._node(node)
 
     def _node(self, node: Node) -> Any:
-        held = fake_value(node)
-        if isinstance(held, SYMBOLIC):
-            return self.number(held)
+        fake = fake_value(node)
+        if isinstance(fake, SYMBOLIC):
+            return self.number(fake)
         if node in self.around.bound:
             return self.copied[self.around.bound[node]]
         if node.op == "get_attr":
-            return self._held("held", attribute(node))
+            return self._get_attr("held", attribute(node))
         args, kwargs = map_arg((node.args, node.kwargs), self.copied.__getitem__)
         copied = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         copied.meta = {k: node.meta[k] for k in _CARRIED if k in node.meta}
@@ -277,7 +277,7 @@ class _Copy:
             copied = self.graph.call_method("detach", (copied,))
         return copied
 
-    def _held(self, name: str, value: Any) -> Node:
+    def _get_attr(self, name: str, value: Any) -> Node:
         name = f"{name}_{len(self.members)}"
         self.members[name] = value
         return self.graph.get_attr(name)
@@ -285,9 +285,9 @@ class _Copy:
     def planned(self, value: Any) -> Any:
         """Copies planned calls, and what is in their arguments."""
         if isinstance(value, (Node, Planned)):
-            held = fake_of(value)
-            if isinstance(held, SYMBOLIC):
-                return self.number(held)
+            fake = fake_of(value)
+            if isinstance(fake, SYMBOLIC):
+                return self.number(fake)
             key = value if isinstance(value, Node) else id(value)
             if key not in self.copied:
                 assert isinstance(value, Planned)
@@ -303,16 +303,16 @@ class _Copy:
 
     def _call(self, value: Planned) -> Node:
         if is_attribute(value):
-            return self._held(value.args[0], value.fake)
+            return self._get_attr(value.args[0], value.fake)
         return self.graph.call_function(value.target, self.planned(value.args), self.planned(value.kwargs))
 
 
 def _loses_gradient(node: Node, own: Region, region: Region) -> bool:
     """Whether a node runs without gradients where the result has them. Raises where it runs under another autocast."""
-    held = fake_value(node)
-    if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+    fake = fake_value(node)
+    if not isinstance(fake, torch.Tensor) or not fake.is_floating_point():
         return False
-    device = held.device.type
+    device = fake.device.type
     if own.autocast_dtype(device) != region.autocast_dtype(device):
         raise CannotExtract(f"{node.name} runs under another autocast than the result")
     return own.grad_enabled is False and region.grad_enabled is not False
@@ -364,16 +364,16 @@ ALIGNED = 64  # elements: further offsets change no alignment that a kernel need
 
 
 def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad: bool) -> Input:
-    held = fake_value(node)
-    if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
+    fake = fake_value(node)
+    if not isinstance(fake, torch.Tensor) or fake.layout != torch.strided:
         raise CannotExtract(f"{node.name} is not a tensor that can be made here")
 
-    (offset,) = _plain([held.storage_offset()], number)
+    (offset,) = _plain([fake.storage_offset()], number)
     return Input(
-        _plain(held.shape, number),
-        _plain(held.stride(), number),
-        dtype_name(held.dtype),
-        str(held.device),
+        _plain(fake.shape, number),
+        _plain(fake.stride(), number),
+        dtype_name(fake.dtype),
+        str(fake.device),
         requires_grad,
         value,
         offset % ALIGNED,

@@ -177,9 +177,9 @@ class Plan:
     def _key(self, value: Any) -> Any:
         """The identity of a value computed from numbers and sizes only; None if it depends on a tensor."""
         if isinstance(value, (Node, Planned)):
-            held = fake_of(value)
-            if isinstance(held, torch.SymInt):
-                return ("size", self.sizes.index(held))
+            fake = fake_of(value)
+            if isinstance(fake, torch.SymInt):
+                return ("size", self.sizes.index(fake))
             if isinstance(value, Node) and self._sharing and not self.effects.mutations(value):
                 return ("node", value)
             return value.key if isinstance(value, Planned) else None

@@ -250,8 +250,8 @@ class Effects:
         if keys is not None and (keys or value is not None):
             return keys
         if node.op == "get_attr":
-            held = attribute(node)
-            keys = None if held is None else storages(held)
+            tensor = attribute(node)
+            keys = None if tensor is None else storages(tensor)
             return (self._new_key(),) if keys is None else keys
         if node.op == "placeholder":
             return (self._new_key(),)
@@ -296,12 +296,12 @@ class Effects:
                 self._merge(keys[0], key)
 
     def _owner(self, node: Node, value: Any) -> _Owner:
-        held = attribute(node) if node.op == "get_attr" else value
-        parameter = node in self._parameters or isinstance(held, torch.nn.Parameter)
+        tensor = attribute(node) if node.op == "get_attr" else value
+        parameter = node in self._parameters or isinstance(tensor, torch.nn.Parameter)
         if isinstance(value, torch.Tensor):
             return _Owner(value.dtype, value.device, parameter)
-        if isinstance(held, torch.Tensor):
-            return _Owner(held.dtype, held.device, parameter)
+        if isinstance(tensor, torch.Tensor):
+            return _Owner(tensor.dtype, tensor.device, parameter)
         return _Owner(None, None, parameter)
 
     # ------------------------------------------------------------ bodies

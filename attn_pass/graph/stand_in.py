@@ -64,17 +64,17 @@ def _prepared(graph: Graph, use: ShapeUse, gone: Set[Node], sizes: Sizes) -> _Re
     shape = sizes.shape(value)
     order = memory_order(value, sizes) if use.strides else None
     order = tuple(range(len(shape))) if order is None else order
-    held = _held(graph, use.user, gone, sizes, {s for s in shape if not isinstance(s, int)})
+    holders = _size_holders(graph, use.user, gone, sizes, {s for s in shape if not isinstance(s, int)})
     wanted_sizes: list[int | tuple[Node, int | None]] = []
     for dim in order:
         size = shape[dim]
-        if not isinstance(size, int) and size not in held:
+        if not isinstance(size, int) and size not in holders:
             raise NoSize(f"no node holds the size {size} of {use.node.name} before {use.user.name} takes it")
-        wanted_sizes.append(size if isinstance(size, int) else held[size])
+        wanted_sizes.append(size if isinstance(size, int) else holders[size])
     return _Ready(use, tuple(wanted_sizes), order)
 
 
-def _held(
+def _size_holders(
     graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, needed_sizes: set[Index]
 ) -> dict[Index, tuple[Node, int | None]]:
     """The nodes from which each needed size can be read."""
@@ -110,8 +110,8 @@ def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:
 
     with graph.inserting_before(use.user), value.fake_mode, enable_python_dispatcher():
         sizes = [
-            held if isinstance(held, int) else held[0] if held[1] is None else call(aten.sym_size.int, *held)
-            for held in item.sizes
+            holder if isinstance(holder, int) else holder[0] if holder[1] is None else call(aten.sym_size.int, *holder)
+            for holder in item.sizes
         ]
         # If its memory layout cannot be observed, it takes no memory.
         dense = call(

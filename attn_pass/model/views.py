@@ -109,24 +109,24 @@ def _view_steps(shape: tuple[Index, ...], index: Sequence[Index], groups: Sequen
     index, groups, padding = _inside(shape, index, groups)
     index, groups = split_axes(index, groups)
     steps: list[Step] = []
-    held: list[tuple[Axis, ...]] = []
+    chains: list[tuple[Axis, ...]] = []
     sizes: list[Index] = []
     for dim, (size, position) in enumerate(zip(shape, index)):
         constant, chain, extent = digit_axes(position)
         if constant != 0 or extent != size:
             steps.append(Slice(dim, constant, extent))
-        held.append(chain)
+        chains.append(chain)
         sizes.append(extent)
-    flat = [a for chain in held for a in chain]
+    flat = [a for chain in chains for a in chain]
     wanted_axes = [a for group in groups for a in group if a.size != 1]
     if len(set(flat)) != len(flat) or len(set(wanted_axes)) != len(wanted_axes):
         raise NoView("an axis occurs twice (a diagonal)")
     if not set(flat) <= set(wanted_axes):
         raise NoView("the source depends on an axis the operand does not have")
 
-    units = _units(held, groups)
+    units = _units(chains, groups)
     unit_of = {axis: unit for unit in units for axis in unit}
-    split = [unit for chain in held for unit in _in_order(chain, unit_of)]
+    split = [unit for chain in chains for unit in _in_order(chain, unit_of)]
     _reshape(steps, sizes, [product(a.size for a in unit) for unit in split])
 
     present = [unit for group in groups for unit in _in_order(tuple(a for a in group if a in unit_of), unit_of)]
@@ -249,11 +249,11 @@ def _without_round_trips(shape: tuple[Index, ...], steps: list[Step]) -> tuple[S
     return tuple(step for step, _ in steps_left)
 
 
-def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tuple[Axis, ...]]:
+def _units(chains: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tuple[Axis, ...]]:
     """Runs of axes that stay next to each other from source to operand: they need not be split at all."""
     follows = {a: b for group in groups for a, b in pairwise(x for x in group if x.size != 1)}
     units: list[tuple[Axis, ...]] = []
-    for chain in held:
+    for chain in chains:
         run: list[Axis] = []
         for axis in chain:
             if run and follows.get(run[-1]) != axis:

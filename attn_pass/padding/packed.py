@@ -62,12 +62,12 @@ class Emitter:
     @contextmanager
     def standing(self, before: Node, like: Node) -> Iterator[None]:
         """Calls are inserted in front of a node, under its state, as part of what another one was."""
-        held = self.cursor, self.like, self.region
+        before_state = self.cursor, self.like, self.region
         self.cursor, self.like, self.region = before, like, self.regions.of(before)
         try:
             yield
         finally:
-            self.cursor, self.like, self.region = held
+            self.cursor, self.like, self.region = before_state
 
     def call(self, target: Any, *args: Any, op: str = "call_function", **kwargs: Any) -> Node:
         """One call, with its fake value."""
@@ -230,21 +230,21 @@ class Packing:
                 where, position = call(aten.flip.default, where, [0]), -position - 1
             return call(aten.eq.Scalar, where, position)
         assert tensor is not None
-        held = self._in_front(tensor, {})
+        in_front = self._in_front(tensor, {})
         if kind == "positions":
-            column = call(aten.reshape.default, held, [-1, 1])
+            column = call(aten.reshape.default, in_front, [-1, 1])
             counted = call(aten.add.Scalar, column, self.length)
             column = call(aten.where.self, call(aten.lt.Scalar, column, 0), counted, column)
             return call(aten.eq.Tensor, self._positions(), column)
         if kind == "other than":
-            return call(aten.reshape.default, call(aten.ne.Scalar, held, position), [self.batch, self.length])
+            return call(aten.reshape.default, call(aten.ne.Scalar, in_front, position), [self.batch, self.length])
         if kind == "keys":
-            return self._keys_of(self._condition(held))
+            return self._keys_of(self._condition(in_front))
         assert at is not None
-        flat = call(aten.ne.Scalar if kind == "nonzero" else aten.eq.Scalar, held, 0)
+        flat = call(aten.ne.Scalar if kind == "nonzero" else aten.eq.Scalar, in_front, 0)
         if at.batch > at.length:
             flat = call(aten.transpose.int, flat, at.batch, at.length)
-        shape = self.emit.shape(held)
+        shape = self.emit.shape(in_front)
         return call(aten.reshape.default, flat, [self._or_one(shape[d], d == at.batch) for d in (at.batch, at.length)])
 
     def _keys_of(self, keep: Node) -> Node:
@@ -365,8 +365,8 @@ class Packing:
                 getattr(self, name)
 
     def _zeroed(self, value: Node, there: Node) -> Node:
-        held = tensor_value(value)
-        if held is not None and held.dtype == torch.bool:
+        fake = tensor_value(value)
+        if fake is not None and fake.dtype == torch.bool:
             return self.emit.call(aten.logical_and.default, value, there)
         return self.emit.call(aten.where.ScalarOther, there, value, 0)
 

@@ -79,19 +79,19 @@ class Rules:
             return self._norm(node)
         if name in _REDUCTIONS:
             dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-            held = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
-            return self.reduced(node, node.args[0] if node.args else node.kwargs.get("input"), dims, bool(held))
+            keepdim = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+            return self.reduced(node, node.args[0] if node.args else node.kwargs.get("input"), dims, bool(keepdim))
         return self.pointwise(node) if _is_pointwise(node, name) else None
 
-    def reduced(self, node: Node, source: Any, dims: Any, held: bool) -> Rule | None:
-        """A reduction over ``dims``, which the result has still where they are ``held``."""
+    def reduced(self, node: Node, source: Any, dims: Any, keepdim: bool) -> Rule | None:
+        """A reduction over ``dims``, which the result has still where they are kept (``keepdim``)."""
         if not isinstance(source, Node) or dims is None:
             return None
         rank, dims = len(self.shape(source)), one_or_many(dims)
         if not dims or not all(type(d) is int for d in dims):  # over none is over all, to torch
             return None
         left = [d for d in range(rank) if d not in {d % rank for d in dims}]
-        return Rule(((source, {d: d if held else n for n, d in enumerate(left)}),))
+        return Rule(((source, {d: d if keepdim else n for n, d in enumerate(left)}),))
 
     def pointwise(self, node: Node) -> Rule | None:
         """Every element of the result is made of one of each operand, which may be broadcast."""
@@ -248,9 +248,9 @@ def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
     if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
         return None
     rank = len(rules.shape(node))
-    held = [p for p in parts if not (isinstance(p, Node) and rules.shape(p) == (0,))]
-    if len(held) == 1:  # behind nothing, as the first keys in a cache: a copy
-        return rules.keeping(node, held[0], range(rank))
+    not_empty = [p for p in parts if not (isinstance(p, Node) and rules.shape(p) == (0,))]
+    if len(not_empty) == 1:  # behind nothing, as the first keys in a cache: a copy
+        return rules.keeping(node, not_empty[0], range(rank))
     dims = {d: d for d in range(rank) if d != dim % rank}
     return Rule(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
 

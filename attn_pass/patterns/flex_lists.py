@@ -106,8 +106,8 @@ def _ordered(number: Any, at: Any) -> Node | None:
     if options.get("input", options.get("self")) is not call["input"]:
         return None
     matrix = _through_casts(call["input"])
-    held = tensor_value(matrix)
-    return matrix if isinstance(matrix, Node) and held is not None and held.dtype == torch.bool else None
+    fake = tensor_value(matrix)
+    return matrix if isinstance(matrix, Node) and fake is not None and fake.dtype == torch.bool else None
 
 
 def _parameters(argsort: Node) -> tuple[str, ...]:

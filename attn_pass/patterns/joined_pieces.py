@@ -60,14 +60,14 @@ def _scaled(reader: Reader, value: Node, call: Call) -> Piece | None:
 
 def _with_bias(reader: Reader, value: Node, call: Call) -> Piece | None:
     for inner, bias in ((call["input"], call["other"]), (call["other"], call["input"])):
-        held = tensor_value(bias)
-        if not isinstance(bias, Node) or held is None:
+        fake = tensor_value(bias)
+        if not isinstance(bias, Node) or fake is None:
             continue
         piece = piece_of(reader, inner, value)
         if piece is None or piece.bias is not None or piece.mask is not None:
             continue
         product = tensor_value(piece.product.node)
-        if product is not None and held.dtype == product.dtype and held.device == product.device:
+        if product is not None and fake.dtype == product.dtype and fake.device == product.device:
             return replace(piece, bias=bias)
     return None
 
@@ -79,11 +79,11 @@ def _masked(reader: Reader, value: Node, call: Call) -> Piece | None:
         mask, inner, fill, keeps = call["condition"], call["input"], call["other"], True
         if not isinstance(inner, Node) or isinstance(inner, (int, float)):
             inner, fill, keeps = fill, inner, False
-    held = tensor_value(mask)
-    if not isinstance(mask, Node) or held is None or held.dtype != torch.bool or not isinstance(fill, (int, float)):
+    fake = tensor_value(mask)
+    if not isinstance(mask, Node) or fake is None or fake.dtype != torch.bool or not isinstance(fill, (int, float)):
         return None
     piece = piece_of(reader, inner, value)
     product = None if piece is None else tensor_value(piece.product.node)
-    if piece is None or piece.mask is not None or product is None or held.device != product.device:
+    if piece is None or piece.mask is not None or product is None or fake.device != product.device:
         return None
     return replace(piece, mask=mask, keeps=keeps, fill=float(fill))

@@ -60,10 +60,12 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
     """The parts of the site, and the nodes that compute it and nothing else. Raises `Unreadable`."""
     reader, above = c.reader, _read_weights(c)
     scores = _read_scores(c, above)
-    own, held = tensor_value(c.softmax), tensor_value(c.read.input)
+    softmax_value, input_value = tensor_value(c.softmax), tensor_value(c.read.input)
     scores_product, result = tensor_value(c.scores_product), tensor_value(c.product.node)
-    assert own is not None and held is not None and scores_product is not None and result is not None
-    rounds_to = own.dtype if held.dtype == torch.float64 else held.dtype  # a softmax with a dtype argument rounds first
+    assert softmax_value is not None and input_value is not None and scores_product is not None and result is not None
+    rounds_to = (
+        softmax_value.dtype if input_value.dtype == torch.float64 else input_value.dtype
+    )  # a softmax with a dtype argument rounds first
     score_dtype = _score_dtype(scores.walk, scores.score, rounds_to, c.scores_product)
     query, key, dim = _operands(c, above, scores)
     value = operand(reader, above.values, above.at_values, reader.order[c.product.node], c.region, factors=False)
@@ -81,7 +83,7 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
         score=scores.score,
         side=scores.walk.loads,
         score_dtype=score_dtype,
-        factor_dtype=_narrowest(scores.walk, held.dtype),
+        factor_dtype=_narrowest(scores.walk, input_value.dtype),
         product_dtypes=(scores_product.dtype, result.dtype),
         dropout=above.dropout,
         empty_row_is_nan=c.read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or scores.sink),

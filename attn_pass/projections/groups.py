@@ -93,8 +93,8 @@ class Grouping:
 
     def _kind(self, linear: Linear) -> object:
         """What layers of one product have in common beside their input: types and places, and how weights lie."""
-        held = (tensor_value(n) for n in (linear.input, linear.weight, linear.node))
-        return tuple(None if v is None else (v.dtype, v.device) for v in held)
+        fakes = (tensor_value(n) for n in (linear.input, linear.weight, linear.node))
+        return tuple(None if v is None else (v.dtype, v.device) for v in fakes)
 
     def _split(self, layers: list[tuple[Linear, frozenset[Operand]]]) -> Iterator[Group]:
         all_layers = Group(tuple(one for one, _ in layers), tuple(operands for _, operands in layers))

@@ -61,8 +61,8 @@ class Join:
         """A layer's bias, zeros where it has none."""
         if linear.bias is not None:
             return linear.bias
-        held = next(v for one in self.linears if (v := tensor_value(one.bias)) is not None)
-        return self.plan.call(aten.zeros.default, [width], dtype=held.dtype, device=held.device)
+        fake = next(v for one in self.linears if (v := tensor_value(one.bias)) is not None)
+        return self.plan.call(aten.zeros.default, [width], dtype=fake.dtype, device=fake.device)
 
     def apply(self, laid_out: bool) -> None:
         """Changes the graph: the product stands where the first of those that it replaces did.
@@ -71,9 +71,9 @@ class Join:
         """
         effects = self.grouping.effects
         nodes = [one.node for one in self.linears]
-        for held in [n for one in self.linears for n in (one.weight, one.bias) if n is not None]:
-            if effects.position[held] > effects.position[nodes[0]]:
-                nodes[0].prepend(held)  # an attribute, which nothing writes
+        for tensor in [n for one in self.linears for n in (one.weight, one.bias) if n is not None]:
+            if effects.position[tensor] > effects.position[nodes[0]]:
+                nodes[0].prepend(tensor)  # an attribute, which nothing writes
         gone = set(nodes)
         for old, result in zip(nodes[1:], self.results[1:]):
             self._note(self.plan.put_beside(result, old, gone), old)

@@ -59,10 +59,10 @@ def _product(node: Node, rows: object, matrix: object, bias: object) -> Linear |
 def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: bool = False) -> Linear | None:
     if not isinstance(rows, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
         return None
-    held, added, result = tensor_value(weight), tensor_value(bias), tensor_value(node)
-    if held is None or held.dim() != 2 or result is None or (added is not None and added.dim() != 1):
+    matrix, added, result = tensor_value(weight), tensor_value(bias), tensor_value(node)
+    if matrix is None or matrix.dim() != 2 or result is None or (added is not None and added.dim() != 1):
         return None
-    is_given = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in held.shape)
+    is_given = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in matrix.shape)
     return Linear(node, rows, weight, bias, by_columns) if is_given else None
 
 

@@ -150,10 +150,10 @@ def _looked_up(
 ) -> Expr | None:
     """A row of a table, its number computed from indices alone: T5's bias of a distance."""
     table, rows = call["input"], tensor_value(index)
-    held = tensor_value(table)
-    if not isinstance(table, Node) or not isinstance(index, Node) or rows is None or held is None:
+    fake = tensor_value(table)
+    if not isinstance(table, Node) or not isinstance(index, Node) or rows is None or fake is None:
         return None
-    if held.dtype == torch.bool or held.is_complex() or reader.effects.mutations(table):
+    if fake.dtype == torch.bool or fake.is_complex() or reader.effects.mutations(table):
         return None
     row = reader.element(index, position[: rows.dim()], reader.order[node], depth + 1)
     if as_index(row) is not None or loads(row):

@@ -129,12 +129,12 @@ class Elements:
         if isinstance(value, (bool, int, float)):
             return Const(float(value))
         if isinstance(value, Node):
-            held = fake_value(value)
-            if isinstance(held, (bool, int, float)):
-                return Const(float(held))
-            if isinstance(held, torch.Tensor):
-                return self.element(value, broadcast_position(position, self.reader.sizes.shape(held)), at)
-            if isinstance(held, (torch.SymInt, torch.SymFloat)):
+            fake = fake_value(value)
+            if isinstance(fake, (bool, int, float)):
+                return Const(float(fake))
+            if isinstance(fake, torch.Tensor):
+                return self.element(value, broadcast_position(position, self.reader.sizes.shape(fake)), at)
+            if isinstance(fake, (torch.SymInt, torch.SymFloat)):
                 return self.load(value, (), at)
         raise Unreadable("it is made of something that is no tensor of real numbers")
 
@@ -184,15 +184,15 @@ class Elements:
 
     def parts_of_operand(self, value: Any, position: Position, at: int) -> Parts:
         """The parts of an operand, which may be real, a number, or broadcast."""
-        held = tensor_value(value)
-        if held is None or not isinstance(value, Node) or not held.is_complex():
+        fake = tensor_value(value)
+        if fake is None or not isinstance(value, Node) or not fake.is_complex():
             return self.operand(value, position, at), Const(0.0)
-        return self.parts(value, broadcast_position(position, self.reader.sizes.shape(held)), at)
+        return self.parts(value, broadcast_position(position, self.reader.sizes.shape(fake)), at)
 
     def _part_of_complex(self, call: Call) -> int | None:
         """Which part an attribute of a complex tensor is."""
-        held = tensor_value(call.args.get("input"))
-        if call.op != "getattr" or held is None or not held.is_complex():
+        fake = tensor_value(call.args.get("input"))
+        if call.op != "getattr" or fake is None or not fake.is_complex():
             return None
         return {"real": 0, "imag": 1}.get(call["name"])
 
@@ -259,10 +259,10 @@ class Elements:
         start: Index = 0
         bounds: list[Index] = []
         for piece in pieces:
-            held = tensor_value(piece)
-            if held is None:
+            fake = tensor_value(piece)
+            if fake is None:
                 return None
-            if held.dim() != len(position):  # ``torch.tensor([])``, which may be joined with anything
+            if fake.dim() != len(position):  # ``torch.tensor([])``, which may be joined with anything
                 continue
             size = self.reader.shape(piece)[dim]
             inside = position[dim] - start
@@ -279,10 +279,10 @@ _ComplexRule = Callable[[Elements, Call, Position, int], Parts | None]
 
 
 def _same(walk: Elements, _: Node, call: Call, position: Position, time: int) -> Expr | None:
-    held = tensor_value(call["input"])
-    if held is None or (call.op == "dropout" and not (call["training"] is False or call["p"] == 0)):
+    fake = tensor_value(call["input"])
+    if fake is None or (call.op == "dropout" and not (call["training"] is False or call["p"] == 0)):
         return None
-    return walk.element(call["input"], position, time) if held.is_floating_point() else None
+    return walk.element(call["input"], position, time) if fake.is_floating_point() else None
 
 
 def _arithmetic(walk: Elements, _: Node, call: Call, position: Position, time: int) -> Expr | None:
@@ -415,8 +415,8 @@ def _conjugate(walk: Elements, call: Call, position: Position, time: int) -> Par
 
 
 def _same_parts(walk: Elements, call: Call, position: Position, time: int) -> Parts | None:
-    held = tensor_value(call["input"])
-    return walk.parts(call["input"], position, time) if held is not None and held.is_complex() else None
+    fake = tensor_value(call["input"])
+    return walk.parts(call["input"], position, time) if fake is not None and fake.is_complex() else None
 
 
 _COMPLEX_RULES: dict[str, _ComplexRule] = {

@@ -68,8 +68,8 @@ class GraphReader(ABC):
         call, result = understand(node, into=self.written_by(node)), tensor_value(node)
         if call is None or result is None or call.op not in POINTWISE:
             return None
-        held = [tensor_value(call.args.get(name)) for name in POINTWISE[call.op] if name not in ("condition", "mask")]
-        alike = all(v.dtype == result.dtype for v in held if v is not None)
+        fakes = [tensor_value(call.args.get(name)) for name in POINTWISE[call.op] if name not in ("condition", "mask")]
+        alike = all(v.dtype == result.dtype for v in fakes if v is not None)
         return Call(call.op, call.args, True) if alike and result.is_floating_point() else None
 
     def result_call(self, node: Node) -> Call | None:
@@ -80,8 +80,8 @@ class GraphReader(ABC):
         call, result = understand(node, into=self.written_by(node)), tensor_value(node)
         if call is None or call.op != "softmax" or result is None:
             return call if call is not None and call.op in PRODUCTS else None
-        held = tensor_value(call["input"])
-        of_its_type = held is not None and held.dtype == result.dtype and call.get("dtype") in (None, result.dtype)
+        fake = tensor_value(call["input"])
+        of_its_type = fake is not None and fake.dtype == result.dtype and call.get("dtype") in (None, result.dtype)
         return call if of_its_type else None
 
     def written_by(self, node: Node) -> Node | None:

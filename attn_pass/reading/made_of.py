@@ -29,8 +29,8 @@ def comes_from_sums(reader: Reader, node: Node, others: Collection[Node]) -> boo
         if current in others or (call is not None and sums(call)) or "conv" in str(current.target):
             return True
         for made_of in current.all_input_nodes:
-            held = tensor_value(made_of)
-            if made_of not in seen and (held is None or held.is_floating_point() or held.is_complex()):
+            fake = tensor_value(made_of)
+            if made_of not in seen and (fake is None or fake.is_floating_point() or fake.is_complex()):
                 seen.add(made_of)
                 waiting.append(made_of)
     return bool(waiting)
@@ -44,5 +44,5 @@ def sums(call: Call) -> bool:
         return not result or bool(set(made_of.replace(",", "").replace(".", "")) - set(result))
     if call.op not in _SUMS:
         return False
-    held = tensor_value(call.args.get("batch1", call.args.get("input")))
-    return held is None or held.dim() == 0 or held.shape[-1] != 1
+    fake = tensor_value(call.args.get("batch1", call.args.get("input")))
+    return fake is None or fake.dim() == 0 or fake.shape[-1] != 1

@@ -41,20 +41,20 @@ def norm_call(reader: Reader, node: Node) -> NormCall | None:
     kind = None if call is None else _CALLS.get(call.op)
     if call is None or kind is None or not isinstance(call["input"], Node):
         return None
-    held = tensor_value(call["input"])
-    if held is None:
+    fake = tensor_value(call["input"])
+    if fake is None:
         return None
     if kind == "l2":
         ordinary = call["p"] == 2 and isinstance(call["dim"], int) and isinstance(call["eps"], float)
-        return NormCall(kind, call["input"], call["dim"] % held.dim(), call["eps"], None, None) if ordinary else None
+        return NormCall(kind, call["input"], call["dim"] % fake.dim(), call["eps"], None, None) if ordinary else None
     shape = call["normalized_shape"]
     if len(shape if isinstance(shape, (list, tuple)) else [shape]) != 1:
         return None
-    eps = call["eps"] if call["eps"] is not None else _RMS_EPS.get(str(held.dtype), 0.0)
+    eps = call["eps"] if call["eps"] is not None else _RMS_EPS.get(str(fake.dtype), 0.0)
     tensors = [call.get(name) for name in ("weight", "bias")]
     if not isinstance(eps, float) or any(t is not None and not isinstance(t, Node) for t in tensors):
         return None
-    return NormCall(kind, call["input"], held.dim() - 1, eps, *tensors)
+    return NormCall(kind, call["input"], fake.dim() - 1, eps, *tensors)
 
 
 def is_over_heads(rows: Rows, dim: int, size: object, head_dim: int) -> bool:
@@ -136,8 +136,8 @@ def normalised(walk: Elements, reduction: int) -> tuple[frozenset[Node], tuple[i
     Raises `Unreadable` where it is another mean.
     """
     node, call = walk.reductions[reduction]
-    held = tensor_value(call["input"])
-    dims = None if held is None or call["dim"] is None else tensor_dims(call, "dim", held.dim())
+    fake = tensor_value(call["input"])
+    dims = None if fake is None or call["dim"] is None else tensor_dims(call, "dim", fake.dim())
     base = call["input"]
     if call.op in ("mean", "sum"):
         base = _squared(walk.reader, base)
@@ -165,8 +165,8 @@ def _without_casts(reader: Reader, node: Node) -> Node:
     while (call := reader.call(node)) is not None and call.op in ("cast", "copy") and not call.in_place:
         if reader.effects.mutations(node):
             return node
-        held = tensor_value(call["input"])
-        if not isinstance(call["input"], Node) or held is None or not held.is_floating_point():
+        fake = tensor_value(call["input"])
+        if not isinstance(call["input"], Node) or fake is None or not fake.is_floating_point():
             return node
         node = call["input"]
     return node

@@ -102,5 +102,5 @@ def _through_factor(reader: Reader, form: OperandForm, region: Region) -> Operan
 
 
 def _rank(value: Any) -> int:
-    held = tensor_value(value)
-    return -1 if held is None else held.dim()
+    fake = tensor_value(value)
+    return -1 if fake is None else fake.dim()

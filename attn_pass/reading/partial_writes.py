@@ -136,14 +136,14 @@ def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -
             bounds.append(None if bound == (0, shape[dim]) else bound)
             dims.append(dim)
             continue
-        held = tensor_value(entry)
-        if held is not None and held.dtype == torch.bool and held.dim() > 0:
-            over = tuple(range(dim, dim + held.dim()))
-            if reader.shape(entry) != tuple(shape[dim : dim + held.dim()]):
+        fake = tensor_value(entry)
+        if fake is not None and fake.dtype == torch.bool and fake.dim() > 0:
+            over = tuple(range(dim, dim + fake.dim()))
+            if reader.shape(entry) != tuple(shape[dim : dim + fake.dim()]):
                 return None
             masks.append((entry, over))
-            bounds += [None] * held.dim()
-        elif held is not None and held.dim() == 1:
+            bounds += [None] * fake.dim()
+        elif fake is not None and fake.dim() == 1:
             numbers.append((dim, entry))
             bounds.append(None)
         else:
@@ -157,23 +157,23 @@ def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -
         return None
     if selects and not _is_one_number(value):
         return None
-    held = tensor_value(value)
-    ahead = 0 if held is None else max(0, held.dim() - len(dims))  # ones, which a part does not have
+    fake = tensor_value(value)
+    ahead = 0 if fake is None else max(0, fake.dim() - len(dims))  # ones, which a part does not have
     over = () if selects else ((-1,) * ahead + tuple(dims))
     return Part(value, tuple(bounds), over, (), tuple(masks), relations)
 
 
 def _width(entry: Any) -> int:
     """How many dimensions an entry of an index takes."""
-    held = tensor_value(entry)
-    if held is not None and held.dtype == torch.bool:
-        return held.dim()
+    fake = tensor_value(entry)
+    if fake is not None and fake.dtype == torch.bool:
+        return fake.dim()
     return 0 if entry is Ellipsis or entry is None else 1
 
 
 def _is_one_number(value: Any) -> bool:
-    held = tensor_value(value)
-    return isinstance(value, (bool, int, float)) if held is None else all(s == 1 for s in held.shape)
+    fake = tensor_value(value)
+    return isinstance(value, (bool, int, float)) if fake is None else all(s == 1 for s in fake.shape)
 
 
 def _sliced(reader: Reader, entry: slice, size: Index) -> tuple[Index, Index] | None:
@@ -189,10 +189,10 @@ def _sliced(reader: Reader, entry: slice, size: Index) -> tuple[Index, Index] | 
 
 def _index_of(reader: Reader, value: Any, size: Index) -> Index | None:
     """A number of an index, counted from the front; None for one of unknown sign."""
-    held = fake_value(value) if isinstance(value, Node) else value
-    if isinstance(held, bool) or not isinstance(held, (int, torch.SymInt)):
+    fake = fake_value(value) if isinstance(value, Node) else value
+    if isinstance(fake, bool) or not isinstance(fake, (int, torch.SymInt)):
         return None
-    index = reader.sizes.index(held)
+    index = reader.sizes.index(fake)
     if isinstance(index, int) and index < 0:
         index = size + index
     return index if is_nonnegative(index) else None

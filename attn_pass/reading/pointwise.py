@@ -131,7 +131,7 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
 
 def rounded(value: Expr, node: Node) -> Expr:
     """A constant as it lies in a node's tensor: -1e30 is -1.00026e30 in bfloat16, however it was written there."""
-    held = tensor_value(node)
-    if not isinstance(value, Const) or held is None or not held.is_floating_point():
+    fake = tensor_value(node)
+    if not isinstance(value, Const) or fake is None or not fake.is_floating_point():
         return value
-    return apply("cast", value, dtype=held.dtype)
+    return apply("cast", value, dtype=fake.dtype)

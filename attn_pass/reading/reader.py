@@ -133,16 +133,16 @@ class Reader(GraphReader):
             return Const(value)
         if not isinstance(value, Node):
             return None
-        held = fake_value(value)
-        if isinstance(held, (bool, int, float)):
-            return Const(held)
-        if isinstance(held, (torch.SymInt, torch.SymFloat)):
+        fake = fake_value(value)
+        if isinstance(fake, (bool, int, float)):
+            return Const(fake)
+        if isinstance(fake, (torch.SymInt, torch.SymFloat)):
             return Load(self.source(value), ())
-        if isinstance(held, torch.Tensor) and all(s == 1 for s in self.sizes.shape(held)):
-            element = self.element(value, tuple(0 for _ in held.shape), at)
+        if isinstance(fake, torch.Tensor) and all(s == 1 for s in self.sizes.shape(fake)):
+            element = self.element(value, tuple(0 for _ in fake.shape), at)
             if isinstance(element, Const):
                 return element
-            return self.load(value, tuple(0 for _ in held.shape), at)
+            return self.load(value, tuple(0 for _ in fake.shape), at)
         return None
 
     def load(self, node: Node, position: Position, at: int) -> Load:
@@ -243,13 +243,13 @@ class Reader(GraphReader):
         if isinstance(value, (bool, int, float)):
             return Const(value)
         if isinstance(value, Node):
-            held = fake_value(value)
-            if isinstance(held, torch.Tensor):
-                return self.element(value, broadcast_position(position, self.sizes.shape(held)), at, depth)
-            if isinstance(held, (bool, int, float)):
-                return Const(held)
-            if isinstance(held, torch.SymInt):
-                return IndexValue(self.sizes.index(held))
-            if isinstance(held, torch.SymFloat):
+            fake = fake_value(value)
+            if isinstance(fake, torch.Tensor):
+                return self.element(value, broadcast_position(position, self.sizes.shape(fake)), at, depth)
+            if isinstance(fake, (bool, int, float)):
+                return Const(fake)
+            if isinstance(fake, torch.SymInt):
+                return IndexValue(self.sizes.index(fake))
+            if isinstance(fake, torch.SymFloat):
                 return Load(self.source(value), ())
         raise Unreadable("an operand has no value that can be read")

@@ -128,12 +128,12 @@ class UseDefWalk:
 
     def _noted(self, node: Node, result: Expr) -> Expr:
         """What a node computes, its operands noted down that join the leaf and may mask it."""
-        held = tensor_value(node)
-        if held is not None and isinstance(result, Apply) and result.op in _JOINING:
+        fake = tensor_value(node)
+        if fake is not None and isinstance(result, Apply) and result.op in _JOINING:
             operands = result.args[1:] if result.op == "where" else result.args  # its condition masks by the fill alone
             beside = [e for e in operands if not contains_dot(e) and not is_boolean(e)]
-            self.joined += [(held.dtype, e) for e in beside if not is_small(e, held.dtype)]
-            self.is_beyond_half |= not all(is_small(e, torch.float16) for e in beside if is_small(e, held.dtype))
+            self.joined += [(fake.dtype, e) for e in beside if not is_small(e, fake.dtype)]
+            self.is_beyond_half |= not all(is_small(e, torch.float16) for e in beside if is_small(e, fake.dtype))
         return result
 
     def _joined(self, node: Node, call: Call, position: Position) -> tuple[Node, Position]:
@@ -192,10 +192,10 @@ class UseDefWalk:
             if isinstance(scalar, Load) and tensor_value(value) is not None:
                 self.loads[scalar] = SideLoad(value, at, value, scalar.index, at)
             return scalar
-        held = tensor_value(value)
-        if held is None:
+        fake = tensor_value(value)
+        if fake is None:
             raise Unreadable("an operand of the scores has no value that can be read", value)
-        shape = reader.sizes.shape(held)
+        shape = reader.sizes.shape(fake)
         position = broadcast_position(position, shape)
         if self._is_made_of_leaf(value, at) or self._written_from_leaf(value, at):
             return self.read(value, position, at)

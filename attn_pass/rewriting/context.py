@@ -197,5 +197,5 @@ def _observed(run: Run, gm: GraphModule, around: Surroundings) -> AbstractContex
 
 def _by_name(gm: GraphModule, key: str) -> dict[Node, Any]:
     """The graph's own metadata about its nodes, by name."""
-    held = gm.meta.get(key, {})
-    return {n: held[n.name] for n in gm.graph.nodes if n.name in held}
+    named = gm.meta.get(key, {})
+    return {n: named[n.name] for n in gm.graph.nodes if n.name in named}

@@ -76,9 +76,9 @@ def _part(context: GraphContext, site: Site, described: Described) -> tuple[Cut,
         repeatable=True,
     )
     for begin in (operands, operands | tensors):
-        held = [n for n in sorted(begin) if isinstance(fake_value(nodes[n]), torch.Tensor)]
+        begin_at = [n for n in sorted(begin) if isinstance(fake_value(nodes[n]), torch.Tensor)]
         try:
-            part = take(sources={nodes[n]: described.read_at.get(n, until) for n in held})
+            part = take(sources={nodes[n]: described.read_at.get(n, until) for n in begin_at})
             return part, begin == operands
         except CannotExtract as error:
             problem = error

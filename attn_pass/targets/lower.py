@@ -36,8 +36,8 @@ class Lowering:
         if expand:
             have = axes(*load.index)
             full = tuple(product(a.size for a in g) for g in groups)
-            held = tuple(f if any(a in have for a in g) else 1 for f, g in zip(full, groups))
-            if held != full:
+            present = tuple(f if any(a in have for a in g) else 1 for f, g in zip(full, groups))
+            if present != full:
                 value = self.plan.steps(value, [Expand(full)])
         return value
 
@@ -149,8 +149,8 @@ class Lowering:
         if _is_tensor(value):
             return value  # type: ignore[return-value]
         device = self.attention.sources[self.attention.query.source].device
-        held = fake_of(value) if isinstance(value, (Planned, Node)) else value
-        dtype = torch.float64 if isinstance(held, float) and self._needs_float64(held) else _type_of(held)
+        fake = fake_of(value) if isinstance(value, (Planned, Node)) else value
+        dtype = torch.float64 if isinstance(fake, float) and self._needs_float64(fake) else _type_of(fake)
         return self.plan.call(aten.full.default, list(shape), value, dtype=dtype, device=device)
 
     def _needs_float64(self, number: float) -> bool:

@@ -256,13 +256,13 @@ class _Trial:
         values = iter(in_float64(self.part.also)(*inputs))
         tensors = [torch.zeros(())] * len(d.nodes)
         for n in _meant_by(d.attention):
-            held = fake_value(d.nodes[n])
-            tensors[n] = next(values).cpu() if isinstance(held, torch.Tensor) else torch.tensor(self._number(held))
+            fake = fake_value(d.nodes[n])
+            tensors[n] = next(values).cpu() if isinstance(fake, torch.Tensor) else torch.tensor(self._number(fake))
         masked_from = weakest_fill(d.attention.score_dtype) if rounds else None
         return reference(d.attention, tensors, self.chosen, masked_from=masked_from).to(inputs[0].device)
 
-    def _number(self, held: Any) -> Any:
-        return numbers(self.subject.sizes, self.chosen)(held) if isinstance(held, SYMBOLIC) else held
+    def _number(self, value: Any) -> Any:
+        return numbers(self.subject.sizes, self.chosen)(value) if isinstance(value, SYMBOLIC) else value
 
     def _cotangent(self) -> torch.Tensor | None:
         return None if self.cotangent is None else self.cotangent.to(self.memory[0].device)

@@ -141,13 +141,13 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     """The number a node holds where the program holds for that one alone; anything else as it is."""
-    held = fake_value(value) if isinstance(value, Node) else value
-    if isinstance(held, (torch.SymInt, torch.SymFloat)):
-        expression = held.node.expr
+    fake = fake_value(value) if isinstance(value, Node) else value
+    if isinstance(fake, (torch.SymInt, torch.SymFloat)):
+        expression = fake.node.expr
         if not expression.is_number:
             return value
-        return int(expression) if isinstance(held, torch.SymInt) else float(expression)
-    return held if isinstance(held, (bool, int, float)) else value
+        return int(expression) if isinstance(fake, torch.SymInt) else float(expression)
+    return fake if isinstance(fake, (bool, int, float)) else value
 
 
 def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -> Parts:

@@ -142,10 +142,10 @@ def block_mask(
         values_given += [of_keys.partial, of_keys.partial_at, of_keys.full, of_keys.full_at]
     else:
         values_given += [None] * 4
-    held = [None if v is None else fake_of(v) for v in values_given]
-    fields: Any = dict(zip(_FIELDS, held))
+    fakes = [None if v is None else fake_of(v) for v in values_given]
+    fields: Any = dict(zip(_FIELDS, fakes))
     mask_object = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, mask_mod=noop_mask, **fields)
-    values: dict[int, Any] = {id(f): v for f, v in zip(held, values_given) if f is not None}
+    values: dict[int, Any] = {id(f): v for f, v in zip(fakes, values_given) if f is not None}
     lengths = (plan.size(n) for n in sides.lengths)
     return (*lengths, *(values.get(id(x), x) for x in mask_object.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
 

@@ -146,9 +146,9 @@ class Mod:
 
     def _load(self, load: Load) -> Node:
         node = self.lower.nodes[load.source]
-        held = fake_of(node)
-        if not isinstance(held, torch.Tensor):
-            return self._number(node, torch.float32 if isinstance(held, (float, torch.SymFloat)) else torch.int64)
+        fake = fake_of(node)
+        if not isinstance(fake, torch.Tensor):
+            return self._number(node, torch.float32 if isinstance(fake, (float, torch.SymFloat)) else torch.int64)
         shape = self.lower.attention.sources[load.source].shape
         if not self._in_triton and not all(isinstance(n, int) for n in shape):
             return self._flat_load(load, node, shape)
@@ -265,9 +265,9 @@ def captured(plan: Plan, value: Value) -> Value:
     if isinstance(value, Node) and value.op == "placeholder":
         return value
     dense = plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-    held = fake_of(dense)
-    sizes = [plan.size(plan.sizes.index(s)) for s in held.shape]
-    strides = [plan.size(plan.sizes.index(s)) for s in held.stride()]
+    fake = fake_of(dense)
+    sizes = [plan.size(plan.sizes.index(s)) for s in fake.shape]
+    strides = [plan.size(plan.sizes.index(s)) for s in fake.stride()]
     return plan.call(aten.as_strided.default, dense, sizes, strides)
 
 
