@@ -73,10 +73,10 @@ def relative_error(got: Any, want: Any) -> float:
     pairs = list(zip(tensors(got), tensors(want)))
     if not pairs or len(tensors(got)) != len(tensors(want)) or any(a.shape != b.shape for a, b in pairs):
         return math.inf
-    return worst(_apart(a.double(), b.double()) for a, b in pairs)
+    return worst(_relative_difference(a.double(), b.double()) for a, b in pairs)
 
 
-def _apart(got: torch.Tensor, want: torch.Tensor) -> float:
+def _relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     known = ~want.isnan()
     got, want = got[known], want[known]
     if not want.numel():

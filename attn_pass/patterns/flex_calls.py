@@ -27,7 +27,7 @@ from attn_pass.model.attention import AsWritten, Blocks
 from attn_pass.model.index import Index
 from attn_pass.patterns.flex_bodies import on_grid
 from attn_pass.patterns.flex_constants import Known, known_to_agree
-from attn_pass.patterns.flex_lists import Lists, blocks_of, is_one_block, is_same_mask, kept, made_from
+from attn_pass.patterns.flex_lists import Lists, blocks_of, is_one_block, is_same_mask, keep_by_lists, made_from
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.reader import Reader
 
@@ -274,7 +274,7 @@ class _Parts(Recorder):
         by_function = self.node_of(keep)
         if self.call.reads_lists:
             rows, keys = aten.view.default(grid[2], [-1, 1]), aten.view.default(grid[3], [-1])
-            keep = kept(Lists.of(block_mask), keep, (rows, keys))
+            keep = keep_by_lists(Lists.of(block_mask), keep, (rows, keys))
         self.mask = _Mask(self.node_of(keep), by_function)
         return keep
 

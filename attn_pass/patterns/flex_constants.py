@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from attn_pass.graph.expand import CannotExpand, run_again
 from attn_pass.graph.subgraphs import placeholders
 from attn_pass.patterns.flex_bodies import on_grid
-from attn_pass.patterns.flex_lists import Lists, kept, listed_once
+from attn_pass.patterns.flex_lists import Lists, keep_by_lists, listed_once
 
 _MOST = 1 << 26  # scores that are looked at: an image of 8192 by 8192
 Known = Mapping[Node, tuple[str, Tensor]]
@@ -68,7 +68,7 @@ def _agree(
         keep = on_grid(_Torch(), mask, grid, [value(x) for x in captured])
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or not listed_once(held):
             return False
-        kept_by_lists = kept(held, keep, (grid[2].view(-1, 1), grid[3].view(-1)))
+        listed_keep = keep_by_lists(held, keep, (grid[2].view(-1, 1), grid[3].view(-1)))
     except (CannotExpand, RuntimeError, IndexError):
         return False  # lists that are too short, an index that is out of range
-    return torch.equal(*torch.broadcast_tensors(kept_by_lists, keep))
+    return torch.equal(*torch.broadcast_tensors(listed_keep, keep))

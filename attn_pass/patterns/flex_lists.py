@@ -218,7 +218,7 @@ def _without_cast(e: Expr) -> Expr:
 # ---------------------------------------------------------------- read when the program runs
 
 
-def kept(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+def keep_by_lists(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     """``keep`` in listed blocks, everything in those that are listed as full, at rows and keys (L, 1) and (S,)."""
     table = _table(lists.partial, lists.partial_at, _PARTIAL)
     if lists.full is not None:

@@ -34,7 +34,7 @@ def _loaded(bias: Expr) -> Load | None:
     return bias if isinstance(bias, Load) else None
 
 
-def kept(lower: Lowering) -> Value:
+def keep_of_added(lower: Lowering) -> Value:
     """The keys that may count under what is `added`, as a boolean tensor that broadcasts to (B, H, L, S)."""
     call, bias = lower.plan.call, lower.attention.mask.bias
     assert bias is not None
@@ -43,7 +43,7 @@ def kept(lower: Lowering) -> Value:
     return call(aten.logical_or.default, call(aten.logical_not.default, absorbs), nothing)
 
 
-def kept_by(lower: Lowering, condition: Expr, *, averages: bool) -> Value:
+def keep_of_condition(lower: Lowering, condition: Expr, *, averages: bool) -> Value:
     """The keys that a condition keeps, the same way; with ``averages`` a row that keeps none keeps all of them."""
     call, keeps = lower.plan.call, lower.condition(condition, lower.mask_groups())
     if not averages:

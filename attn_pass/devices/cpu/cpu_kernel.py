@@ -159,7 +159,7 @@ class CpuKernel:
         if a.dropout:
             optional |= {"seed": _drawn_seed(plan, query), "dropout": a.dropout}
         if decided.inspects:
-            optional["keep"] = masked_out.kept(lower)
+            optional["keep"] = masked_out.keep_of_mask(lower)
         if decided.score:
             read = [_in_float32(lower, e, lower.mask_groups()) for e in decided.captured]
             optional |= {"score": decided.score, "captured": read}

@@ -42,10 +42,10 @@ def is_inspected(a: Attention, setting: Setting) -> bool:
     return is_shared and is_at_most(_LEAST_PRODUCTS, a.query_heads * (a.head_dim + a.value_head_dim))
 
 
-def kept(lower: Lowering) -> Value:
+def keep_of_mask(lower: Lowering) -> Value:
     """The keys that may count, as a boolean tensor that broadcasts to (B, H, L, S)."""
     call = lower.plan.call
     with lower.plan.sharing():
-        keeps = given_masks.kept(lower)
+        keeps = given_masks.keep_of_added(lower)
         as_bytes = call(aten.to.dtype, call(aten.where.Scalar, keeps, 1, 0), torch.uint8)
         return call(aten.view.dtype, as_bytes, torch.bool)

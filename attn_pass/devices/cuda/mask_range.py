@@ -52,8 +52,8 @@ class MaskRange:
     def _keeps(self, lower: Lowering) -> Value:
         condition = lower.attention.mask.deep_condition
         if condition is None:
-            return given_masks.kept(lower)
-        return given_masks.kept_by(lower, condition, averages=self.averages)
+            return given_masks.keep_of_added(lower)
+        return given_masks.keep_of_condition(lower, condition, averages=self.averages)
 
 
 def range_of(a: Attention, kind: MaskKind, setting: Setting) -> MaskRange | None:

@@ -138,13 +138,13 @@ def first_difference(run: Run, device: torch.device) -> str | None:
             ("result", out, right, _OF_RESULT[case.dtype]),
             ("log-sum-exp", lse, right_lse, _OF_LSE),
         ):
-            apart = _apart(result.cpu().double(), expected.double())
+            apart = _largest_difference(result.cpu().double(), expected.double())
             if not apart <= allowed:
                 return f"{case.name}: the {part} is off by {apart:.2g}, where {allowed:g} is rounding"
     return None
 
 
-def _apart(result: Tensor, expected: Tensor) -> float:
+def _largest_difference(result: Tensor, expected: Tensor) -> float:
     difference = torch.where(result == expected, 0.0, (result - expected).abs() / expected.abs().clamp(min=1.0))
     return float(difference.nan_to_num(nan=torch.inf).max())
 

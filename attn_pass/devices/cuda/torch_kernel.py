@@ -89,7 +89,7 @@ class Kernel(CudaKernel):
             head_dim=dims[0] or problem.head_dim,
             value_dim=dims[1] or problem.value_dim,
             causal=decided.is_causal,
-            kv_len=_seen(attention, decided.window, hint),
+            kv_len=_keys_visited(attention, decided.window, hint),
             mask_elements=problem.mask_elements if decided.mask.is_tensor else 0,
             copied_bytes=moved_query_bytes(attention, hint) + widened,
         )
@@ -191,7 +191,7 @@ class Kernel(CudaKernel):
         return aligned(lower.plan, mask, lower.attention.kv_len), empty
 
 
-def _seen(a: Attention, window: Window | None, hint: Callable[[Index], int]) -> int:
+def _keys_visited(a: Attention, window: Window | None, hint: Callable[[Index], int]) -> int:
     """The keys a block of rows goes through."""
     if window is None or window.left is None or window.right is None:
         return hint(a.kv_len)

@@ -215,7 +215,7 @@ def _lift(reader: Reader, node: Node, result: Node, parsed: _ParsedCall, mask: _
     scale = reader.scalar(parsed.scale, time)
     if scale is None:
         raise Unreadable("the scale is neither a number nor a symbolic number", node)
-    keep = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), facts)
+    keep = mask.keep((at["b"], at["h"], at["s"], axis_index(keys)), facts)
     return Parts(
         reader=reader,
         result=result,
@@ -291,7 +291,7 @@ class _Mask:
     side: dict[Load, SideLoad] = field(default_factory=dict)
     trusted: list[str] = field(default_factory=list)
 
-    def kept(self, position: Position, facts: CallFacts) -> Expr:
+    def keep(self, position: Position, facts: CallFacts) -> Expr:
         """The condition under which a score is kept, at (batch, head, row, key)."""
         parsed, node = self.parsed, self.node
         _, _, row, key = position

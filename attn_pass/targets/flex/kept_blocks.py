@@ -45,9 +45,9 @@ class KeptBlocks:
     def map(self, lower: Lowering, sizes: tuple[int, int]) -> Value:
         """Which blocks hold a key that counts for one of their rows: boolean, (B or 1, H or 1, rows or 1, keys)."""
         if not self.conditions:
-            return _of_blocks(lower.plan, given_masks.kept(lower), sizes)
+            return _of_blocks(lower.plan, given_masks.keep_of_added(lower), sizes)
         first, *others = (
-            _of_blocks(lower.plan, given_masks.kept_by(lower, c, averages=self.averages), sizes)
+            _of_blocks(lower.plan, given_masks.keep_of_condition(lower, c, averages=self.averages), sizes)
             for c in self.conditions
         )
         for other in others:
