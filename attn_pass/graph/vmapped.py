@@ -130,8 +130,8 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
     known = {n: fake_value(n) for n in inputs if n not in tensors}
     fakes = [fake_value(n) for n in tensors]
 
-    def run(*inputs: Any) -> list[Any]:
-        values: dict[Node, Any] = {**known, **dict(zip(tensors, inputs))}
+    def run(*tensor_values: Any) -> list[Any]:
+        values: dict[Node, Any] = {**known, **dict(zip(tensors, tensor_values))}
         for node in level:
             if node.op == "get_attr":
                 values[node] = attribute(node)

@@ -242,9 +242,9 @@ class _Reader:
         """A site alone, by torch.compile, as a user's program would be."""
         function = compiled(module.forward, backend=self.backend)
 
-        def run(*inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
             try:
-                return function(*inputs)
+                return function(*args)
             except Exception as error:
                 self.failure = error
                 raise

@@ -72,8 +72,8 @@ class Grouping:
 
     def __init__(self, gm: GraphModule, region: Region, any_strides: Sequence[Any] = ()) -> None:
         self.gm, self.any_strides = gm, any_strides
-        self.given: Mapping[str, torch.Tensor] = gm.meta.get(PARAMETERS, {})
-        inputs = (n for n in gm.graph.nodes if n.op == "placeholder" and n.name in self.given)
+        self.parameters: Mapping[str, torch.Tensor] = gm.meta.get(PARAMETERS, {})
+        inputs = (n for n in gm.graph.nodes if n.op == "placeholder" and n.name in self.parameters)
         self.effects = Effects(gm.graph, parameters=inputs)
         self.regions = Regions(gm.graph, region)
         held = (self.value_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr"))
@@ -158,8 +158,8 @@ class Grouping:
 
     def value_of(self, tensor: Node) -> torch.Tensor | None:
         """The tensor that an input or an attribute of the graph holds; None where it is not known to be constant."""
-        held = attribute(tensor) if tensor.op == "get_attr" else self.given.get(tensor.name)
-        return held if isinstance(held, torch.Tensor) else None
+        value = attribute(tensor) if tensor.op == "get_attr" else self.parameters.get(tensor.name)
+        return value if isinstance(value, torch.Tensor) else None
 
 
 def refused(value: torch.Tensor) -> str:
