@@ -6,8 +6,10 @@ The rates of an accelerator are those that products and copies are known to reac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 import torch
 
@@ -39,6 +41,15 @@ def row_of(name: str, sheets: Sequence[Sheet]) -> Sheet | None:
     """The row of this name, in any case, with or without its spaces ("Ascend 910B", "ascend910b")."""
     normalized = name.lower().replace(" ", "")
     return next((s for s in sheets if s.name.lower().replace(" ", "") == normalized), None)
+
+
+_MAKERS = {"nvidia", "amd", "intel", "apple", "huawei", "google", "aws", "instinct", "tesla", "data", "center", "gpu"}
+
+
+def without_maker(name: str) -> str:
+    """The name without the words of its maker in front: "Apple M4", "AMD Instinct MI300X", "Intel(R) Arc(TM) B580"."""
+    words = re.sub(r"\((R|TM)\)", "", name, flags=re.IGNORECASE).split()
+    return " ".join(dropwhile(lambda word: word.lower() in _MAKERS, words))
 
 
 def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:

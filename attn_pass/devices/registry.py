@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_pass.devices.base import Family
+from attn_pass.devices.catalog import without_maker
 from attn_pass.devices.device import Device
 from attn_pass.graph.writes import only_read
 
@@ -83,8 +84,8 @@ def by_name(name: str) -> Device:
 
 
 def named(name: str) -> Device | None:
-    """A device that need not be here; None where no family knows the name."""
-    known = (family.by_name(name) for family in families())
+    """A device that need not be here, with or without its maker's name; None where no family knows the name."""
+    known = (family.by_name(each) for each in (name, without_maker(name)) if each for family in families())
     return next((device for device in known if device is not None), None)
 
 

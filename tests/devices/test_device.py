@@ -195,6 +195,24 @@ def test_the_runtime_s_name_of_the_first_generation_is_not_the_catalogue_s() -> 
     assert generations.generation_of("Ascend999") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("Apple M4", "M4"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Intel(R) Arc(TM) B580", "Arc B580"),
+        ("Intel Data Center GPU Max 1550", "Max 1550"),
+        ("nvidia h100", "H100"),
+        ("AWS Graviton4", "Graviton4"),
+        ("Google TPU v5e", "TPU v5e"),
+        ("Huawei Ascend 910B", "Ascend 910B"),
+    ],
+)
+def test_a_device_may_be_named_with_its_maker(name: str, row: str) -> None:
+    assert registry.by_name(name) == registry.by_name(row)
+    assert registry.named(name.split()[0]) is None
+
+
 def test_names_that_are_no_device() -> None:
     with pytest.raises(attn_pass.errors.OptionError, match="unknown device 'Ascend999'; did you mean"):
         attn_pass.explain(lambda x: x + 1, torch.ones(2), attn_pass_options={"device": "Ascend999"})
