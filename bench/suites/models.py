@@ -23,6 +23,19 @@ WAYS = (*w.COMPILED, *w.FROZEN)
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: None}
 
 
+class Autocast(nn.Module):
+    """A model in float32 under autocast to bfloat16 on the CPU, as training scripts and pipelines run it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Any = self.model(*tensors)
+        return result
+
+
 class Prefill(nn.Module):
     """What generation does with a prompt: all hidden states, and the logits of the last token."""
 
@@ -195,10 +208,16 @@ def made(make: Callable[..., Built], dtype: torch.dtype, device: str = "cpu") ->
     return ready(module).to(device, dtype), tuple(x.to(device) for x in floating)
 
 
+def made_for_autocast(make: Callable[..., Built], device: str = "cpu") -> Built:
+    """The same in float32, under autocast."""
+    module, inputs = made(make, torch.float32, device)
+    return Autocast(module).eval(), inputs
+
+
 def programs(setting: Setting) -> list[Program]:
-    """All models in float32, then in bfloat16; two small ones in quick runs."""
+    """All models in float32, in bfloat16 and under autocast; two small ones in quick runs."""
     models = QUICK if setting.quick else MODELS
-    return [
+    chosen = [
         Program(
             name if dtype == torch.float32 else f"{name}, bfloat16",
             partial(made, make, dtype),
@@ -207,5 +226,15 @@ def programs(setting: Setting) -> list[Program]:
             float64="Llama" not in name,
         )
         for dtype, tolerance in TOLERANCES.items()
+        for name, make in models.items()
+    ]
+    return chosen + [
+        Program(
+            f"{name}, autocast",
+            partial(made_for_autocast, make),
+            dtype=torch.bfloat16,
+            tolerance=TOLERANCES[torch.bfloat16],
+            float64="Llama" not in name,  # which autocast leaves as it is
+        )
         for name, make in models.items()
     ]

@@ -81,10 +81,12 @@ inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel)
 // The distance of two rows of scores; in tiles no multiple of so many bytes that rows share sets of the first cache.
 template <class T> constexpr i64 scores_of_row() { return T::PANELS * PANEL + (T::TILES ? W : 0); }
 
+constexpr int MOST_PANELS = 8;
 struct Strip {
   i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
   u32 active;                             // panels with kept keys
   u32 careful;                            // of these those whose values are not all finite, and not all rows keep all keys
+  u8 from[MOST_PANELS], to[MOST_PANELS];  // the keys of a panel that are computed: whole steps around those that a row keeps
 };
 
 #if ATTN_TILES
@@ -201,6 +203,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
+      i64 from = 0, to = whole_steps(strip.hi - key);
       bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
       if (!full) {
         u64 any = 0, all = ~u64(0);
@@ -211,25 +214,31 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         if (!any) return;
         full = !~all;
         if (!full && !finite[p]) strip.careful |= 1u << p;
+        if (!a.replaces) {
+          from = __builtin_ctzll(any) / (2 * W) * (2 * W), to = whole_steps(PANEL - __builtin_clzll(any));
+          for (i64 r = strip.row; r < strip.row + strip.rows; ++r) words[p][r] >>= from;  // from here on
+        }
       }
       strip.active |= 1u << p;
+      strip.from[p] = u8(from), strip.to[p] = u8(to);
       const i64 r = strip.row;
-      score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, whole_steps(strip.hi - key), rows + r, strip.rows,
-                    words[p] + r, full, at_row(r) + p * PANEL, LD, top + r, ahead);
+      score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p] + from, key + from, to - from, rows + r, strip.rows,
+                    words[p] + r, full, at_row(r) + p * PANEL + from, LD, top + r, ahead);
     };
     const auto weigh_panel = [&](const Strip& strip, i64 r, i64 p, float off, vec sum) ATTN_LAMBDA {
-      const i64 there = whole_steps(strip.hi - (w0 + p) * PANEL);
-      float* at = at_row(r) + p * PANEL;
-      if (!a.seed) return weigh<T, false>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
-      const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
-      return weigh<T, true>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
+      const i64 from = strip.from[p], there = strip.to[p] - from;
+      float* at = at_row(r) + p * PANEL;  // where the weights go, whichever the first key is
+      if (!a.seed) return weigh<T, false>(at + from, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
+      const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL) >> from;
+      return weigh<T, true>(at + from, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
     };
+    const auto values_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA { return values[p] + strip.from[p] / T::PER_COLUMN * j.ldv; };
     const auto columns_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
-      return blocks_of(std::min<i64>(PANEL, std::min(strip.hi, a.S) - (w0 + p) * PANEL), T::PER_COLUMN);
+      return blocks_of(std::min<i64>(strip.to[p], std::min(strip.hi, a.S) - (w0 + p) * PANEL) - strip.from[p], T::PER_COLUMN);
     };
     const auto add_kept_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
       for (i64 r = strip.row; r < strip.row + strip.rows; ++r)
-        add_kept<T>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, words[p][r], values[p], j.ldv, a.DV, o + r * j.ldv);
+        add_kept<T>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, words[p][r], values_of(strip, p), j.ldv, a.DV, o + r * j.ldv);
     };
 #if ATTN_TILES
     // Beside the exponentials of a strip and a panel stand products of the panel's weights, and of the next strip's scores.
@@ -251,7 +260,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         for (i64 p = 0; p < panels; ++p) {
           if (strip.active >> p & 1)
             for (i64 i = 0; i < strip.rows; ++i) sum[i] = weigh_panel(strip, r + i, p, off[i], sum[i]);
-          if (plain >> p & 1) add_panel(weights + p * PANEL, LD, values[p], j.ldv, columns_of(strip, p), j.ldv);
+          if (plain >> p & 1) add_panel(weights + p * PANEL, LD, values_of(strip, p), j.ldv, columns_of(strip, p), j.ldv);
           if (x + 1 < count) scores_of(strips[x + 1], p);
         }
         if (plain) store_results(o + r * j.ldv, j.ldv, j.ldv);
@@ -259,7 +268,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
           load_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
           for (u32 m = plain; m; m &= m - 1) {
             const i64 p = __builtin_ctz(m);
-            add_panel(weights + p * PANEL, LD, values[p] + d, j.ldv, columns_of(strip, p), j.ldv - d);
+            add_panel(weights + p * PANEL, LD, values_of(strip, p) + d, j.ldv, columns_of(strip, p), j.ldv - d);
           }
           store_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
         }
@@ -293,10 +302,14 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         for (u32 m = now & ~plain; m; m &= m - 1) add_kept_of(strip, p + __builtin_ctz(m));
         if (!plain) continue;
         const i64 r = strip.row;
+        const i32* first_values[AHEAD_OF_STORES];
         i64 counts[AHEAD_OF_STORES];
-        for (u32 m = plain; m; m &= m - 1) counts[__builtin_ctz(m)] = columns_of(strip, p + __builtin_ctz(m));
+        for (u32 m = plain; m; m &= m - 1) {
+          const int at = __builtin_ctz(m);
+          first_values[at] = values_of(strip, p + at), counts[at] = columns_of(strip, p + at);
+        }
         for_rows(strip.rows, [&](auto MR) ATTN_LAMBDA {
-          add_values<T::PAIR, MR>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
+          add_values<T::PAIR, MR>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, LD, plain, first_values, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
         });
       }
   }
