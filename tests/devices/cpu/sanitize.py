@@ -3,7 +3,8 @@
 A process for each sanitizer and instruction set that this machine has. The address sanitizer knows the parts of the
 kernel's own memory, which starts as NaN; the undefined-behaviour sanitizer runs with it. For the thread sanitizer tasks
 run on threads of the standard library (`own_threads.hpp`). Python and torch are not instrumented: what they do is not
-looked at, but the operands are theirs, with room around them that the sanitizer guards.
+looked at, but the operands are theirs, with room around them that the sanitizer guards. On a processor without tiles
+they are emulated (`emulated_tiles.hpp`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SANITIZERS = {
     "address": ("libasan.so", ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")),
     "thread": ("libtsan.so", ("-fsanitize=thread", "-include", str(HERE / "own_threads.hpp"))),
 }
+EMULATED = ("-include", str(HERE / "emulated_tiles.hpp"))
 SETTINGS = {
     "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
     "TSAN_OPTIONS": "report_bugs=1:exitcode=66:ignore_noninstrumented_modules=1",
@@ -67,7 +69,8 @@ def here(sanitizer: str, name: str) -> None:
 
     from attn_pass.devices.cpu.kernel import build, source
 
-    build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1])
+    emulated = EMULATED if name == "amx" and not source.has_tiles() else ()
+    build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1], *emulated)
     wanted = [s for s in source.ALL if s.name == name]
     build.of_this_machine = lambda tiles: (
         tuple(s for s in wanted if tiles or not s.has_tiles) or source.of_this_machine(False)
@@ -89,7 +92,7 @@ def sets_here() -> list[str]:
     from attn_pass.devices.cpu.kernel.source import has_tiles
 
     has = {
-        "amx": has_tiles(),
+        "amx": has_tiles() or _is_avx512_bf16_supported(),
         "avx512_bf16": _is_avx512_bf16_supported(),
         "avx512": _is_avx512_supported(),
         "avx2": _is_avx2_supported(),
