@@ -40,6 +40,7 @@ RUNS = (
     Run("forms-cpu", "common forms, by hand and as calls"),
     Run("cases-cpu", "collected cases that must be fast"),
     Run("models-cpu", "whole models"),
+    Run("models-cpu-bf16", "whole models in bfloat16, with and without freezing"),
     Run("decode-cpu", "decoding over a static cache"),
     Run("padding-cpu", "batches with padding, one layer of twelve"),
     Run("padding-cpu-bf16", "the same in bfloat16"),

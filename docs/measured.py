@@ -48,9 +48,21 @@ ROWS = (
     Measured("Llama, 4 layers, 1 x 2048 tokens", "models-cpu", "Llama, 4 layers, 32/8 heads, 1 x 2048"),
     Measured("BERT base, 8 x 512 tokens, padded", "models-cpu", "BERT base, 8 x 512, padded"),
     Measured("ViT-B/16, 8 images", "models-cpu", "ViT-B/16, 8 x 197"),
+    *(
+        Measured(f"{name}, bfloat16", "models-cpu-bf16", f"{program}, bfloat16")
+        for name, program in {
+            "GPT-2 small, 1 x 1024 tokens": "GPT-2 small, 1 x 1024",
+            "Llama, 4 layers, 1 x 2048 tokens": "Llama, 4 layers, 32/8 heads, 1 x 2048",
+            "Llama, 4 layers, one token, a cache of 4096": "Llama, 4 layers, 32/8 heads, decode, 1 x 4096",
+            "BERT base, 8 x 512 tokens, padded": "BERT base, 8 x 512, padded",
+            "ViT-B/16, 8 images": "ViT-B/16, 8 x 197",
+            "a diffusion block, 2 x 4096": "diffusion block, 2 x 4096, 77 cross",
+        }.items()
+    ),
 )
 COMMANDS = {"seeds-s4-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
-            "training-cpu": "python -m bench training", "models-cpu": "python -m bench models"}  # fmt: skip
+            "training-cpu": "python -m bench training", "models-cpu": "python -m bench models",
+            "models-cpu-bf16": "python -m bench models --only bfloat16"}  # fmt: skip
 
 
 def numbers() -> Iterator[str]:
