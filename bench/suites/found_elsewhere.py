@@ -55,10 +55,19 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def masked_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A query whose keys are all masked by a boolean mask: torch's call gives 0."""
+    keep = torch.ones(8, 8, dtype=torch.bool).index_fill(0, torch.tensor([3]), False)
+    return F.scaled_dot_product_attention(q, k, v, keep)
+
+
 PROGRAMS: Mapping[str, Found] = {
     "a row masked by the lowest number": Found(lowest_row, heads, "ONNX Runtime gives 0"),
     "a mask of one row for all": Found(one_row_for_all, heads, "ONNX Runtime does not run it"),
     "products in bfloat16": Found(half, heads, "ONNX Runtime's CPU provider has no such kernel"),
     "a boolean mask that is added": Found(boolean_added, heads, "Inductor's patterns take it for a condition"),
-    "grouped heads": Found(grouped, lambda: heads(2), "OpenVINO does not compile it"),
+    "grouped heads": Found(
+        grouped, lambda: heads(2), "OpenVINO raises an error, or gives an empty tensor with one thread"
+    ),
+    "a fully masked row of a call": Found(masked_row, heads, "OpenVINO gives NaN"),
 }
