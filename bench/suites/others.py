@@ -200,6 +200,7 @@ def fill(table: Table, found: list[Outcome]) -> None:
     for outcome in found:
         if outcome.verdict in ("right", "not run") or outcome.name in known:
             continue
+        known.add(outcome.name)
         table.rows.append(
             {
                 **dict.fromkeys(("right", "wrong", "fail", "not_run")),

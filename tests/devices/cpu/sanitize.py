@@ -4,7 +4,7 @@ A process for each sanitizer and instruction set that this machine has. The addr
 kernel's own memory, which starts as NaN; the undefined-behaviour sanitizer runs with it. For the thread sanitizer tasks
 run on threads of the standard library (`own_threads.hpp`). Python and torch are not instrumented: what they do is not
 looked at, but the operands are theirs, with room around them that the sanitizer guards. On a processor without tiles
-they are emulated (`emulated_tiles.hpp`).
+they are emulated (`emulated_tiles.hpp`); "arm" is plain with as many vectors as on ARM.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ SANITIZERS = {
     "thread": ("libtsan.so", ("-fsanitize=thread", "-include", str(HERE / "own_threads.hpp"))),
 }
 EMULATED = ("-include", str(HERE / "emulated_tiles.hpp"))
+ARM = "arm"  # the compiler's own vectors in the sizes that they have there
 SETTINGS = {
     "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
     "TSAN_OPTIONS": "report_bugs=1:exitcode=66:ignore_noninstrumented_modules=1",
@@ -39,7 +40,8 @@ def main(sanitizers: list[str], sets: list[str]) -> int:
         library = _of_compiler(compiler(), SANITIZERS[sanitizer][0])
         for name in sets:
             with tempfile.TemporaryDirectory() as folder:
-                reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
+                isa = "plain" if name == ARM else name
+                reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": isa}
                 found = os.pathsep.join(map(str, (HERE, HERE.parents[1] / "support", HERE.parents[2])))
                 reported |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": found}
                 # The thread sanitizer's maps of memory have no room for addresses drawn at random.
@@ -69,9 +71,9 @@ def here(sanitizer: str, name: str) -> None:
 
     from attn_pass.devices.cpu.kernel import build, source
 
-    emulated = EMULATED if name == "amx" and not source.has_tiles() else ()
-    build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1], *emulated)
-    wanted = [s for s in source.ALL if s.name == name]
+    more = EMULATED if name == "amx" and not source.has_tiles() else ("-DATTN_AS_ON_ARM",) if name == ARM else ()
+    build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1], *more)
+    wanted = [s for s in source.ALL if s.name == ("plain" if name == ARM else name)]
     build.of_this_machine = lambda tiles: (
         tuple(s for s in wanted if tiles or not s.has_tiles) or source.of_this_machine(False)
     )
@@ -97,6 +99,7 @@ def sets_here() -> list[str]:
         "avx512": _is_avx512_supported(),
         "avx2": _is_avx2_supported(),
         "plain": True,
+        ARM: True,
     }
     return [name for name, here in has.items() if here]
 

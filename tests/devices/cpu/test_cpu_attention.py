@@ -63,6 +63,15 @@ def draw(
             made = made.masked_fill(torch.rand(made.shape) < 0.4, float("-inf"))
         return made.to(rng.choice((torch.float32, dtype)))
 
+    def keep() -> Tensor:
+        """Keys at random, or two ranges with a hole between them, as of global tokens and a block."""
+        shape = broadcast()
+        if rng.random() < 0.6:
+            return torch.rand(shape) < rng.choice((0.1, 0.5, 0.9))
+        at, first = torch.arange(shape[-1]), rng.randrange(shape[-1])
+        kept = (at < rng.choice((1, 8, 40))) | ((at >= first) & (at < first + rng.choice((1, 20, 100))))
+        return kept.expand(shape).clone()
+
     sometimes("after", 0.4, lambda: rng.choice((0, kv_len - q_len, 3, -1)))
     sometimes("before", 0.25, lambda: rng.choice((0, 1, 10, 100)))
     sometimes("start", 0.1, lambda: rng.randrange(kv_len + 1))
@@ -74,7 +83,7 @@ def draw(
     sometimes("shift", 0.2, lambda: torch.randint(-5, kv_len, (rng.choice((1, batch)),)))
     sometimes("ends", 0.2, lambda: torch.randint(0, kv_len + 1, (batch,)))
     sometimes("starts", 0.1, lambda: torch.randint(0, kv_len, (batch,)))
-    sometimes("keep", 0.25, lambda: torch.rand(broadcast()) < rng.choice((0.1, 0.5, 0.9)))
+    sometimes("keep", 0.25, keep)
     sometimes("bias", 0.25, bias)
     sometimes("sink", 0.15, lambda: torch.randn([rng.choice((1, n)) for n in (batch, heads, q_len)] + [1]))
     if rng.random() < scored:

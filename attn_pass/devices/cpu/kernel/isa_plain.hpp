@@ -2,7 +2,7 @@
 struct Isa {
   typedef float vec __attribute__((vector_size(16)));
   typedef i32 whole __attribute__((vector_size(16)));
-#if defined(__aarch64__)
+#if defined(__aarch64__) || defined(ATTN_AS_ON_ARM)
   static constexpr int W = 4, NR = 4;
 #else
   static constexpr int W = 4, NR = 2;

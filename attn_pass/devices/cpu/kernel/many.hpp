@@ -82,6 +82,8 @@ inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel)
 template <class T> constexpr i64 scores_of_row() { return T::PANELS * PANEL + (T::TILES ? W : 0); }
 
 constexpr int MOST_PANELS = 8;
+constexpr int FIRST_STEP = std::max(HALF, 2) * W;  // keys: from a multiple of it on, whole steps of products end with the panel
+static_assert(FIRST_STEP % (HALF * W) == 0 && FIRST_STEP % (2 * W) == 0 && PANEL % FIRST_STEP == 0, "a step would leave the panel");
 struct Strip {
   i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
   u32 active;                             // panels with kept keys
@@ -215,7 +217,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         full = !~all;
         if (!full && !finite[p]) strip.careful |= 1u << p;
         if (!a.replaces) {
-          from = __builtin_ctzll(any) / (2 * W) * (2 * W), to = whole_steps(PANEL - __builtin_clzll(any));
+          from = __builtin_ctzll(any) / FIRST_STEP * FIRST_STEP, to = whole_steps(PANEL - __builtin_clzll(any));
           for (i64 r = strip.row; r < strip.row + strip.rows; ++r) words[p][r] >>= from;  // from here on
         }
       }

@@ -3,6 +3,7 @@
 using vec = Isa::vec;
 constexpr int W = Isa::W, PANEL = 64;  // keys of a panel, one bit of a word each
 constexpr int WIDE = Isa::NR * W;      // columns of the micro-kernel
+constexpr int HALF = WIDE >= PANEL ? Isa::NR / 2 : Isa::NR;  // vectors of keys that it takes at least
 
 struct F32 {
   using st = float;
@@ -446,7 +447,6 @@ ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys
     return;
   }
 #endif
-  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
   for_rows(count, [&](auto MR) ATTN_LAMBDA {
     if (there > HALF * W) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next);
     else score_panel<T::PAIR, MR, HALF>(q, ldq, columns, keys, there, done, s, ld, top, next);
