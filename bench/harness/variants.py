@@ -106,17 +106,17 @@ _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     STOCK_AGAIN: lambda shop: compiled(shop.module),
     NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
     PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
-    **{way: lambda shop: _frozen(shop, compiled(shop.module)) for way in (STOCK_FROZEN, STOCK_FROZEN_AGAIN)},
-    PASS_FROZEN: lambda shop: _frozen(shop, compiled(shop.module, backend=attn_pass.backend)),
+    **{way: lambda shop: frozen(compiled(shop.module), shop.inputs) for way in (STOCK_FROZEN, STOCK_FROZEN_AGAIN)},
+    PASS_FROZEN: lambda shop: frozen(compiled(shop.module, backend=attn_pass.backend), shop.inputs),
     HAND: lambda shop: compiled(shop.by_hand()),
 }
 _FILES = {PACKAGE: "stock", DECOMPOSED: "decomposed", PACKAGE_PASS: "attn_pass", PACKAGE_HAND: "by_hand"}
 
 
-def _frozen(shop: Workshop, run: Callable[..., Any]) -> Callable[..., Any]:
+def frozen(run: Callable[..., Any], inputs: Tensors) -> Callable[..., Any]:
     """Compiled with ``freezing``. As an option of one compile it does nothing: Dynamo asks for it too (torch 2.13)."""
     with torch._inductor.config.patch(freezing=True), torch.no_grad():
-        run(*shop.inputs)
+        run(*inputs)
     return run
 
 

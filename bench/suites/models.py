@@ -214,27 +214,18 @@ def made_for_autocast(make: Callable[..., Built], device: str = "cpu") -> Built:
     return Autocast(module).eval(), inputs
 
 
+_FORMS: Mapping[str, tuple[torch.dtype, Callable[..., Any]]] = {
+    "": (torch.float32, lambda make: partial(made, make, torch.float32)),
+    ", bfloat16": (torch.bfloat16, lambda make: partial(made, make, torch.bfloat16)),
+    ", autocast": (torch.bfloat16, lambda make: partial(made_for_autocast, make)),
+}
+"""What a name ends with: the type of the products, and what makes such a model. Float64 autocast leaves as it is."""
+
+
 def programs(setting: Setting) -> list[Program]:
     """All models in float32, in bfloat16 and under autocast; two small ones in quick runs."""
-    models = QUICK if setting.quick else MODELS
-    chosen = [
-        Program(
-            name if dtype == torch.float32 else f"{name}, bfloat16",
-            partial(made, make, dtype),
-            dtype=dtype,
-            tolerance=tolerance,
-            float64="Llama" not in name,
-        )
-        for dtype, tolerance in TOLERANCES.items()
-        for name, make in models.items()
-    ]
-    return chosen + [
-        Program(
-            f"{name}, autocast",
-            partial(made_for_autocast, make),
-            dtype=torch.bfloat16,
-            tolerance=TOLERANCES[torch.bfloat16],
-            float64="Llama" not in name,  # which autocast leaves as it is
-        )
-        for name, make in models.items()
+    return [
+        Program(f"{name}{form}", maker(make), dtype=dtype, tolerance=TOLERANCES[dtype], float64="Llama" not in name)
+        for form, (dtype, maker) in _FORMS.items()
+        for name, make in (QUICK if setting.quick else MODELS).items()
     ]

@@ -212,8 +212,7 @@ def fill(table: Table, found: list[Outcome]) -> None:
                 "status": "ok",
             }
         )
-    wrong = sum(outcome.verdict == "WRONG" for outcome in found)
-    failed, not_run = (sum(outcome.verdict == verdict for outcome in found) for verdict in ("FAILS", "not run"))
+    wrong, failed, not_run = (sum(o.verdict == verdict for o in found) for verdict in ("WRONG", "FAILS", "not run"))
     table.notes = [
         f"{counted(len(found), 'program')}: {wrong} wrong without a word, {failed} that do not compile, "
         f"{not_run} that were not compared, as eager's own result is no number or torch does not trace them"

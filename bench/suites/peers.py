@@ -25,7 +25,7 @@ from torch import nn
 import attn_pass
 from attn_pass.measuring.timing import compiled
 from bench.harness import variants as w
-from bench.harness.programs import Built, Extra, Program, Setting, Tensors
+from bench.harness.programs import Built, Extra, Program, Setting, Tensors, doubled
 from bench.suites.models import TOLERANCES, bert, gpt2_body, made, small_bert, vit
 
 TITLE = "Peers on whole models"
@@ -54,9 +54,7 @@ def _zentorch(module: nn.Module, inputs: Tensors, folder: Path, *, freezing: boo
     import zentorch  # noqa: F401, it registers its backend
 
     run = compiled(module, backend="zentorch")
-    with torch._inductor.config.patch(freezing=freezing), torch.no_grad():
-        run(*inputs)
-    return run
+    return w.frozen(run, inputs) if freezing else run
 
 
 def _exported(module: nn.Module, inputs: Tensors) -> Any:
@@ -138,18 +136,14 @@ def in_openvino(module: nn.Module, inputs: Tensors, folder: Path, precision: str
 
 def openvino_in_bfloat16(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     """The same for a model in bfloat16, exported in float32: NumPy, by which it is called, has no bfloat16."""
-    run = in_openvino(copy.deepcopy(module).float(), _in_float32(inputs), folder, "bf16")
+    run = in_openvino(copy.deepcopy(module).float(), doubled(inputs, torch.float32), folder, "bf16")
 
     def widened(*tensors: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = run(*_in_float32(tensors))
+        result: torch.Tensor = run(*doubled(tensors, torch.float32))
         return result
 
     widened.took = run.took  # type: ignore[attr-defined]
     return widened
-
-
-def _in_float32(inputs: Tensors) -> Tensors:
-    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
 
 
 def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:

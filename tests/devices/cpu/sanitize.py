@@ -40,8 +40,7 @@ def main(sanitizers: list[str], sets: list[str]) -> int:
         library = _of_compiler(compiler(), SANITIZERS[sanitizer][0])
         for name in sets:
             with tempfile.TemporaryDirectory() as folder:
-                isa = "plain" if name == ARM else name
-                reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": isa}
+                reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
                 found = os.pathsep.join(map(str, (HERE, HERE.parents[1] / "support", HERE.parents[2])))
                 reported |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": found}
                 # The thread sanitizer's maps of memory have no room for addresses drawn at random.
