@@ -70,9 +70,9 @@ def here(sanitizer: str, name: str) -> None:
 
     from attn_pass.devices.cpu.kernel import build, source
 
-    more = EMULATED if name == "amx" and not source.has_tiles() else ("-DATTN_AS_ON_ARM",) if name == ARM else ()
+    built, more = built_as(name)
     build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1], *more)
-    wanted = [s for s in source.ALL if s.name == ("plain" if name == ARM else name)]
+    wanted = [s for s in source.ALL if s.name == built]
     build.of_this_machine = lambda tiles: (
         tuple(s for s in wanted if tiles or not s.has_tiles) or source.of_this_machine(False)
     )
@@ -84,6 +84,15 @@ def here(sanitizer: str, name: str) -> None:
     failed += [text for dtype in drawn.DTYPES for text in drawn_packed.failures(dtype, COUNT // 2, seed=15)]
     if failed:
         raise SystemExit("\n".join(failed))
+
+
+def built_as(name: str) -> tuple[str, tuple[str, ...]]:
+    """The instruction set that is built for a name, and with which flags."""
+    from attn_pass.devices.cpu.kernel import source
+
+    if name == ARM:
+        return "plain", ("-DATTN_AS_ON_ARM",)
+    return name, EMULATED if name == "amx" and not source.has_tiles() else ()
 
 
 def sets_here() -> list[str]:

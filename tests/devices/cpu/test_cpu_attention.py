@@ -152,15 +152,16 @@ def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
 TOLD = """
 import os
 from attn_pass.devices.cpu.kernel import build, source
-import test_cpu_attention as attention, test_cpu_dropout as dropout
+import sanitize, test_cpu_attention as attention, test_cpu_dropout as dropout
 
 build._FLAGS = ("-O1", *build._FLAGS[1:])  # half the compiler's time
-for name in ("amx", "avx512_bf16", "avx2", "plain"):
+for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0, name
         continue
-    os.environ["ATTN_PASS_CPU_ISA"] = name
-    told = [s for s in source.ALL if s.name == name]
+    os.environ["ATTN_PASS_CPU_ISA"], more = sanitize.built_as(name)
+    build._FLAGS += more
+    told = [s for s in source.ALL if s.name == os.environ["ATTN_PASS_CPU_ISA"]]
     build.of_this_machine = lambda tiles: (*told, *(s for s in source.of_this_machine(tiles) if s not in told))
     found = attention.failures(attention.torch.bfloat16, 100, seed=8)
     assert not found, found
