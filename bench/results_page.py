@@ -55,6 +55,7 @@ OTHERS = (
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu-zen4.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
+    ("kernel-cpu-zen4-edges.md", "four of its masks, since the kernel has steps within a panel"),
     ("kernel-cpu.md", "the same on an Intel processor without AMX"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
     ("mask-cost.md", "the CPU kernel with a mask that hides nothing: what reading it costs"),
