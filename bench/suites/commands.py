@@ -75,10 +75,5 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
         runtimes.WAYS,
         9,
     ),
-    "peers": _command(
-        peers,
-        "Whole models beside other systems, which make bench-peers installs.",
-        peers.WAYS,
-        9,
-    ),
+    "peers": _command(peers, "The same beside other systems, which make bench-peers installs.", peers.WAYS, 9),
 }

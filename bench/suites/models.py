@@ -214,10 +214,11 @@ def made_for_autocast(make: Callable[..., Built], device: str = "cpu") -> Built:
     return Autocast(module).eval(), inputs
 
 
+AUTOCAST = ", autocast"
 _FORMS: Mapping[str, tuple[torch.dtype, Callable[..., Any]]] = {
     "": (torch.float32, lambda make: partial(made, make, torch.float32)),
     ", bfloat16": (torch.bfloat16, lambda make: partial(made, make, torch.bfloat16)),
-    ", autocast": (torch.bfloat16, lambda make: partial(made_for_autocast, make)),
+    AUTOCAST: (torch.bfloat16, lambda make: partial(made_for_autocast, make)),
 }
 """What a name ends with: the type of the products, and what makes such a model. Float64 autocast leaves as it is."""
 

@@ -77,7 +77,7 @@ def _onnx_runtime(program: ExportedProgram, to: Path) -> Any:
 def _openvino(program: ExportedProgram, to: Path) -> Any:
     import openvino
 
-    return openvino_model(openvino.convert_model(program), "")
+    return openvino_model(openvino.convert_model(program))
 
 
 _INSTALLED = (
