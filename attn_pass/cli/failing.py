@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from attn_pass.errors import AttnPassError
-from attn_pass.progress import logged_to_stderr
+from attn_pass.report.progress import logged_to_stderr
 
 FAILED, BAD_INPUT, NOTHING_RAN = 1, 2, 3
 

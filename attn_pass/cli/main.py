@@ -19,7 +19,7 @@ from attn_pass.cli.given import Option, checked_options
 from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
-from attn_pass.progress import logged_to_stderr, progress
+from attn_pass.report.progress import logged_to_stderr, progress
 from attn_pass.report.text import WIDTH
 from attn_pass.report.units import counted, duration
 

@@ -26,8 +26,8 @@ from attn_pass.entries.transaction import Decision, failed, next_decision
 from attn_pass.errors import OptionError, PackageError
 from attn_pass.options import Options, split_options, unknown_name
 from attn_pass.planner.overrides import check_names
-from attn_pass.progress import Tell, progress
 from attn_pass.report.history import publish
+from attn_pass.report.progress import Tell, progress
 
 
 def aot_compile(

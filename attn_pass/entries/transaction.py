@@ -35,10 +35,10 @@ from attn_pass.errors import OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS, PARAMETERS
 from attn_pass.options import Options, Runner
-from attn_pass.progress import progress
 from attn_pass.report import torch_logging
 from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
+from attn_pass.report.progress import progress
 from attn_pass.report.record import Report
 
 CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]

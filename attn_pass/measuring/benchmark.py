@@ -30,8 +30,8 @@ from attn_pass.measuring.result import PASS, STOCK, Benchmark, Row, Samples
 from attn_pass.measuring.subject import NOT_REPEATABLE, Call, Subject, subject_of
 from attn_pass.measuring.timing import compiled, in_turns, peak_bytes, percentile, private_caches, relative_error, why
 from attn_pass.planner.overrides import named_options
-from attn_pass.progress import Tell, progress
 from attn_pass.report.history import record
+from attn_pass.report.progress import Tell, progress
 from attn_pass.report.record import Report
 from attn_pass.verify.compare import rounding
 

@@ -24,7 +24,7 @@ from attn_pass.errors import OptionError
 from attn_pass.measuring.subject import NOT_REPEATABLE, Subject, subject_of
 from attn_pass.measuring.timing import compiled, relative_error, why
 from attn_pass.options import make_options
-from attn_pass.progress import progress
+from attn_pass.report.progress import progress
 from attn_pass.report.record import Report
 from attn_pass.report.site import Kind, SiteReport
 from attn_pass.report.text import plain_table, printable, shape_lines

@@ -12,8 +12,8 @@ from attn_pass.graph.edit import Value
 from attn_pass.graph.values import tensor_value, value_key, wants_gradient
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Selection
-from attn_pass.progress import tell
 from attn_pass.reading.describe import Described
+from attn_pass.report.progress import tell
 from attn_pass.report.site import SiteReport
 from attn_pass.rewriting.context import GraphContext
 from attn_pass.verify import Subject, Verified, verify

@@ -26,8 +26,8 @@ from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import Measured, Timings
-from attn_pass.progress import progress
 from attn_pass.report.places import source_line
+from attn_pass.report.progress import progress
 from attn_pass.targets.base import Setting
 from attn_pass.tuning import disk_cache
 

@@ -83,7 +83,7 @@ def test_what_was_measured_has_a_spread(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tuning_tells_what_it_measures(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    from attn_pass import progress
+    from attn_pass.report import progress
 
     def slow(job: dict[str, Any], _: object) -> str:
         time.sleep(0.2)

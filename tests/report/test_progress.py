@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from attn_pass import progress as module
-from attn_pass.progress import logged_to_stderr, progress, tell
+from attn_pass.report import progress as module
+from attn_pass.report.progress import logged_to_stderr, progress, tell
 
 
 @pytest.fixture
