@@ -25,6 +25,9 @@ def _parsed(version: str) -> tuple[int, int]:
 TORCH_VERSION: tuple[int, int] = _parsed(str(torch.__version__))
 """(major, minor) of the torch that is installed."""
 
+ADDS_A_BATCH: bool = TORCH_VERSION >= (2, 14)
+"""Whether ``scaled_dot_product_attention`` makes a call of three dimensions one of four, which fused kernels take."""
+
 INDUCTOR_MINIMUM: tuple[int, int] = (2, 11)
 """The oldest torch whose Inductor the entries `backend`, `install`, `enabled` and `aot_compile` are written for."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.compat import ADDS_A_BATCH
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
@@ -106,18 +107,23 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
 
 
 def _is_plain(reader: Reader, call_args: dict[str, Any]) -> bool:
-    """Whether the call is one that fused kernels look at: rank 4, nothing to broadcast, dense last dimensions.
+    """Whether the call is one that fused kernels look at: of four dimensions, or of three where torch adds one, with
+    nothing to broadcast and dense last dimensions.
 
     With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks.
     """
     tensors = [tensor_value(call_args[n]) for n in ("query", "key", "value")]
     q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
+    mask = tensor_value(call_args["attn_mask"])
+    of_mask = (2, 4)
+    if ADDS_A_BATCH and all(len(s) == 3 for s in (q, k, v)):
+        q, k, v = ((1, *s) for s in (q, k, v))
+        of_mask = (2, 3, 4)
     if any(len(s) != 4 for s in (q, k, v)) or q[0] != k[0] or k[0] != v[0]:
         return False
     if k[1] != v[1] or (q[1] != k[1] and not call_args["enable_gqa"]):
         return False
-    mask = tensor_value(call_args["attn_mask"])
-    if mask is not None and mask.dim() not in (2, 4):
+    if mask is not None and mask.dim() not in of_mask:
         return False
     return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
 

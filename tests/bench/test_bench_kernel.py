@@ -58,8 +58,10 @@ def test_flex_is_built_once_for_all_numbers_of_threads(monkeypatch: pytest.Monke
 
 def test_flops_are_those_of_the_pairs_that_are_kept() -> None:
     full, causal = cases.MANY[0], cases.MANY[1]
-    assert full.flops() == 4 * 4 * 300 * 300 * 64
-    assert causal.flops() == pytest.approx(4 * 4 * (300 * 301 / 2) * 64)
+    inputs, grouped = full.inputs(torch.float32), cases.FEW[2]
+    assert cases.flops(full, inputs) == 4 * 4 * 300 * 300 * 64
+    assert cases.flops(causal, inputs) == pytest.approx(4 * 4 * (300 * 301 / 2) * 64)
+    assert cases.flops(grouped, grouped.inputs(torch.float32)) == 4 * (4 * 8 * 4) * 4096 * 64
 
 
 def test_a_read_sees_every_byte() -> None:
@@ -79,6 +81,7 @@ def test_rows_of_both_tables_have_shares_and_ratios(monkeypatch: pytest.MonkeyPa
     assert [len(table.rows) for table in made.tables] == [12, 12]
     for row in (row for table in made.tables for row in table.rows):
         assert row["share"] > 0 and row["noise"] >= 0 and row["SDPA"] > 0 and row["verdict"] == ""
+        assert row["share"] <= row["of_roofline"]
         assert (row["scaling"] is not None) == (row["threads"] == 2)
     assert "**bfloat16, 2 threads**" in (tmp_path / "k.md").read_text()
 

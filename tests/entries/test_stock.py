@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn import functional as F
 
 import attn_pass
+from attn_pass.compat import ADDS_A_BATCH, TORCH_VERSION
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,8 @@ def test_what_stock_is_said_to_run_is_what_its_patterns_make_of_it(form: str) ->
     counters.clear()
     (site,) = attn_pass.explain(function, *inputs).sites
     assert not counters["inductor"]  # asking leaves no trace
-    assert site.stock == ("cpu flash" if matched else "unfused")
+    fused = matched or (form == "rank 3" and ADDS_A_BATCH)  # a call that reaches the kernel as it is written
+    assert site.stock == ("cpu flash" if fused else "unfused")
     assert site.stock_by_pattern == bool(matched)
     if matched:
         assert "unfused, " in site.reason and "with stock (cpu flash)" in site.reason
@@ -95,6 +97,7 @@ def test_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.skipif(TORCH_VERSION >= (2, 15), reason="there it does not match: pytorch #191203 is mended")
 def test_where_stock_s_own_pattern_raises_nothing_is_said_of_it() -> None:
     """A scale that is a tensor (pytorch #191203): the replacement calls torch with it as a number."""
 

@@ -279,7 +279,7 @@ def test_gradients_of_rows_without_a_key_in_a_call_of_three_dimensions() -> None
     def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q[0], k[0], v[0], mask)
 
-    # Torch 2.15 sends three dimensions to its fused kernel as well, whose gradient is wrong in such a row.
+    # Torch 2.14 sends three dimensions to its fused kernel as well, whose gradient is wrong in such a row.
     def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return softmax(q[0] @ k[0].mT * 0.25 + mask) @ v[0]
 

@@ -46,7 +46,7 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q[0], k[0], v[0])  # rank 3: torch writes it out
+    return F.scaled_dot_product_attention(q[0], k[0], v[0])  # until torch 2.14 written out
 
 
 def heads(number: int = 3, **more: Any) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.environment import installed
 from bench.harness.measure import quiet
-from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few
+from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few, flops
 from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours
 from bench.suites.kernel.read import reader
 
@@ -29,7 +29,7 @@ TITLE = "The CPU kernel"
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 QUICK_CASES = (MANY[0], MANY[1], FEW[0], FEW[4])
 SIDE = 1024  # of the product whose rate is the measure
-LEAST, WRONG = "least", "WRONG"
+PRODUCT, READ, WRONG = "product", "read", "WRONG"
 BLOCK_S, REST_S = 0.02, 0.01
 
 _FIRST = (Column("program", "program"), Column("case", "case"), Column("ms", "ours_us", ".2f", 1e-3))
@@ -43,7 +43,8 @@ _LAST = (
     Column("verdict", "verdict"),
 )
 MANY_COLUMNS = (*_FIRST, Column("GFLOP/s", "rate", ".0f"), Column("of torch.mm", "share", ".2f"), *_LAST)
-FEW_COLUMNS = (*_FIRST, Column("GB/s", "rate", ".1f"), Column("of a plain read", "share", ".2f"), *_LAST)
+_OF_ROOFLINE = Column("of roofline", "of_roofline", ".2f")
+FEW_COLUMNS = (*_FIRST, Column("GB/s", "rate", ".1f"), Column("of a plain read", "share", ".2f"), _OF_ROOFLINE, *_LAST)
 NOTES = (
     "Times and ratios are of 10th percentiles. Over a peer: the speedup of the kernel over it; masks of "
     "peers, block masks too, are made beforehand. A/A: how far the kernel is from itself in the same turns.",
@@ -57,7 +58,8 @@ MANY_NOTES = (
 )
 FEW_NOTES = (
     "One query, 8 KV heads, 4096 keys: 64 MiB of keys and values in every dtype. Of a plain read: what a loop takes "
-    "that reads the same keys and values and adds them up.",
+    "that reads the same keys and values and adds them up. Of roofline: the longer of that time and the one that "
+    "the products take at the rate of torch.mm, as a share of the time taken.",
     *NOTES,
 )
 
@@ -70,28 +72,31 @@ def timed(runs: Mapping[str, Callable[[], Any]], rounds: int, threads: int) -> d
     return {name: percentile_10(taken) / 1e6 for name, taken in samples.items()}
 
 
-def least_of(case: Case | Few, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Any], float]:
-    """What the kernel is a share of, and the work it does: FLOPs of a product, bytes of a read."""
-    if isinstance(case, Few):
-        read, (_, key, value) = reader(), inputs
-        return lambda: (read(key), read(value)), key.nbytes + value.nbytes
+def bounds_of(case: Case | Few, inputs: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], Any]]:
+    """What bounds the kernel: a product of two matrices and, of few rows, a read of keys and values."""
     dtype = inputs[0].dtype if inputs[0].dtype != torch.float16 else torch.float32
     a, b = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(2))
-    return lambda: torch.mm(a, b), 2.0 * SIDE**3
+    bounds: dict[str, Callable[[], Any]] = {PRODUCT: lambda: torch.mm(a, b)}
+    if isinstance(case, Few):
+        read, (_, key, value) = reader(), inputs
+        bounds[READ] = lambda: (read(key), read(value))
+    return bounds
 
 
 def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], rounds: int) -> Iterator[Row]:
     """A row for each number of threads."""
     inputs = case.inputs(dtype)
-    exact, (least, work) = case.exact(inputs), least_of(case, inputs)
-    own = work if isinstance(case, Few) else case.flops()
+    exact, bounds = case.exact(inputs), bounds_of(case, inputs)
+    work = sum(x.nbytes for x in inputs[1:]) if isinstance(case, Few) else flops(case, inputs)
     others, run, alone = Peers(case, inputs), ours(case, inputs), math.nan
     for count in threads:
         torch.set_num_threads(count)
         runs: dict[str, Run] = {OURS: run, **others.runs()}
-        taken = timed({LEAST: least, AGAIN: run, **runs}, rounds, count)
+        taken = timed({**bounds, AGAIN: run, **runs}, rounds, count)
         errors = {name: relative_error(result(), exact) for name, result in runs.items()}
         mine = taken[OURS]
+        products = flops(case, inputs) * taken[PRODUCT] / (2.0 * SIDE**3)
+        bound = taken.get(READ, products)
         alone = mine if count == 1 else alone
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype] * (1 if name == OURS else 10)]
         yield {
@@ -101,8 +106,9 @@ def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], round
             "case": case.name,
             "threads": count,
             "ours_us": mine * 1e6,
-            "rate": own / mine / 1e9,
-            "share": (own / mine) / (work / taken[LEAST]),
+            "rate": work / mine / 1e9,
+            "share": bound / mine,
+            "of_roofline": max(products, bound) / mine,
             "aim": case.aims.get(dtype) if isinstance(case, Case) else case.aim,
             "noise": abs(math.log(mine / taken[AGAIN])),
             "scaling": alone / mine if count > 1 else None,
