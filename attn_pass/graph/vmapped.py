@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_pass.graph.allowed import pass_name
 from attn_pass.graph.edit import Plan, SizeNodes
@@ -144,7 +145,8 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
             )
         return [values[node] for node in results]
 
-    with plan.running(), plan.adding_no_guard() as new_guards, _closing_levels():
+    # A call becomes products and a softmax, whichever kernel torch would take for it there.
+    with plan.running(), plan.adding_no_guard() as new_guards, _closing_levels(), sdpa_kernel(SDPBackend.MATH):
         traced = make_fx(run)(*fakes)
     if new_guards:
         raise CannotExpand("it would hold for some sizes only, and they are not checked")
