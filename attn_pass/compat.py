@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -27,6 +29,9 @@ TORCH_VERSION: tuple[int, int] = _parsed(str(torch.__version__))
 
 ADDS_A_BATCH: bool = TORCH_VERSION >= (2, 14)
 """Whether ``scaled_dot_product_attention`` makes a call of three dimensions one of four, which fused kernels take."""
+
+PACKS_ANY_ROWS: bool = TORCH_VERSION >= (2, 13)
+"""Whether ``freezing`` packs linear layers whose number of rows is known at run time only; 2.11 raises an error."""
 
 INDUCTOR_MINIMUM: tuple[int, int] = (2, 11)
 """The oldest torch whose Inductor the entries `backend`, `install`, `enabled` and `aot_compile` are written for."""
@@ -178,6 +183,19 @@ def held_now(node: torch.fx.Node) -> torch.Tensor | None:
 
     held = getattr(node.meta.get("grapharg"), "example", None)
     return held if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) else None
+
+
+@contextmanager
+def guessed_sizes(sizevars: Any) -> Iterator[None]:
+    """Around what Inductor generates for a template: before torch 2.13 it raises for a size known at run time only.
+
+    The sizes are for its measurements, in which this template takes no part.
+    """
+    if not hasattr(sizevars, "size_hints"):
+        yield
+        return
+    with mock.patch.object(sizevars, "size_hints", functools.partial(sizevars.size_hints, fallback=1)):
+        yield
 
 
 @contextmanager

@@ -143,9 +143,12 @@ def variants() -> Iterator[str]:
 PEERS = (
     ("eager", "eager"),
     ("stock Inductor", "compile, stock"),
+    ("frozen", "compile, stock, frozen"),
     ("attn_pass", "compile, attn_pass"),
+    ("frozen", "compile, attn_pass, frozen"),
+    ("zentorch, frozen", "compile, zentorch, frozen"),
     ("ONNX Runtime", "ONNX Runtime"),
-    ("ONNX Runtime, attention fusion", "ONNX Runtime, attention fusion"),
+    ("its attention fusion", "ONNX Runtime, attention fusion"),
     ("OpenVINO", "OpenVINO"),
 )
 

@@ -10,11 +10,12 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from attn_pass.compat import PACKS_ANY_ROWS
 from attn_pass.devices.device import Device
 from attn_pass.errors import first_line
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
-from attn_pass.graph.values import Sizes
+from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes
 from attn_pass.options import Options
 from attn_pass.padding.added import adds_learned, ancestors
 from attn_pass.padding.cost import Cost, cost_of, is_product
@@ -35,6 +36,7 @@ PACKED_ROWS = "packed rows"
 ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
 FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
 LEARNED = "what is learned and added to scores beside a mask masks no key: its numbers are far above those that mask"
+_NOT_FROZEN = "with `freezing`, linear layers of rows that are counted at run time need torch 2.13 or newer"
 FINITE_GRADIENTS = "rows of padding hold finite numbers, so that their gradients are 0"
 Complain = Callable[[str, Exception], None]
 
@@ -177,6 +179,8 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
         return "gradients of rows of padding are not assumed to be finite"
     if not any(is_product(node) for node in proof.layouts):
         return "nothing but the attention itself would run on fewer rows"
+    if graph.gm.meta.get(FOLDS_CONSTANTS) and not PACKS_ANY_ROWS:
+        return _NOT_FROZEN
     if graph.options.choose != "cheapest":
         return ""
     return _cost(graph, proof).too_small

@@ -115,7 +115,7 @@ def _is_plain(reader: Reader, call_args: dict[str, Any]) -> bool:
     tensors = [tensor_value(call_args[n]) for n in ("query", "key", "value")]
     q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
     mask = tensor_value(call_args["attn_mask"])
-    of_mask = (2, 4)
+    of_mask: tuple[int, ...] = (2, 4)
     if ADDS_A_BATCH and all(len(s) == 3 for s in (q, k, v)):
         q, k, v = ((1, *s) for s in (q, k, v))
         of_mask = (2, 3, 4)

@@ -14,6 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from attn_pass.errors import RewriteError
+
 _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
 
@@ -95,7 +97,11 @@ class Joined:
         return self._known.get(_addresses(parameters))
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted."""
+        """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted.
+
+        Raises:
+            RewriteError: a parameter has other rows than the program was compiled for.
+        """
         if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
             joined: torch.Tensor = _WithGradient.apply(self, *parameters)  # type: ignore[no-untyped-call]
             return joined
@@ -110,6 +116,11 @@ class Joined:
             return self._laid_out(parameters)
 
     def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        if (rows := tuple([len(each) for each in parameters])) != self.rows:
+            raise RewriteError(
+                f"joined parameters have {rows} rows, and the program was compiled for {self.rows}: call"
+                " torch._dynamo.reset() after such a change, which torch 2.13 and newer find by themselves"
+            )
         if refusal(parameters, self._known.values()):
             return torch.cat([each.detach() for each in parameters], 0)
         if not lie_together(parameters):

@@ -54,6 +54,7 @@ def test_read(name: str, grad: bool) -> None:
     same(READ[name], *qkv(q_len=9, kv_len=9, grad=grad), grad=grad, rewritten=1)
 
 
+@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="this torch has no vmap of dynamic sizes")
 @pytest.mark.parametrize("name", ["one level", "two levels", "keys for all", "other dims"])
 def test_dynamic_verified_and_in_half_precision(name: str) -> None:
     same(READ[name], *qkv(q_len=9, kv_len=9), dynamic=True, rewritten=1)
@@ -146,6 +147,14 @@ def test_what_is_cheaper_as_it_is_stays_inside_vmap() -> None:
     assert [s.outcome for s in report.sites] == ["left"] and "vmap" not in report.sites[0].reason
 
 
+def test_a_call_is_read_in_its_own_dtype() -> None:
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    report = same(READ["a call"], *(x.bfloat16() for x in qkv(q_len=9, kv_len=9)), rewritten=1)
+    assert report.sites[0].dtype == "bfloat16"
+    assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed() == allowed
+
+
+@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="this torch has no vmap of dynamic sizes")
 def test_a_level_that_cannot_be_traced_leaves_none_open() -> None:
     """The scale of a call is no number under ``dynamic=True``, and until torch 2.15 its sign would be a guard."""
     guards = TORCH_VERSION < (2, 15)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from against_eager import qkv
+from against_eager import FLEX_ON_CPU, qkv
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
@@ -194,6 +194,7 @@ def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("fn", "reason"), [(causal, "a shard's positions"), (soft_capped, "a shard's positions"), (plain, "ring attention")]
 )
+@pytest.mark.skipif(not FLEX_ON_CPU, reason="FlexAttention on the CPU needs torch 2.13")
 def test_context_parallel_regions(fn: Callable[..., Tensor], reason: str, one_process: DeviceMesh) -> None:
     """Inside one a mask over positions is over a shard's, and any call of torch's would be over the whole sequence."""
     inputs = qkv(1, 2, 8, 8, 8)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
-from against_eager import qkv
+from against_eager import FLEX_ON_CPU, qkv
 from gym_programs import GYM, program
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Forms(torch.nn.Module):
         return torch.stack([program(GYM[name])(q, k, v, ids) for name in NAMES])
 
 
+@pytest.mark.skipif(not FLEX_ON_CPU, reason="FlexAttention on the CPU needs torch 2.13")
 def test_one_package_for_every_length(tmp_path: Path) -> None:
     length = torch.export.Dim("length", min=2, max=512)
     model, inputs = Forms(), (*qkv(1, 2, 96, 96, dim=32), torch.arange(96)[None] // 30)

@@ -13,7 +13,9 @@ from projected import B, E, L, Projected, compiled
 from torch import Tensor, nn
 
 import attn_pass
-from attn_pass.projections.layout import Joined, lie_together, refusal
+from attn_pass.compat import TORCH_VERSION
+from attn_pass.errors import RewriteError
+from attn_pass.projections.layout import Joined, joined_of, lie_together, refusal
 from attn_pass.report.projection import ProjectionReport
 
 
@@ -205,9 +207,20 @@ def test_parameters_that_have_other_sizes_since(monkeypatch: pytest.MonkeyPatch)
         for layer, size in zip((model.q, model.k, model.v), sizes):
             layer.weight.data, layer.bias.data = torch.randn(size, E), torch.randn(size)
         wanted = model(x)
+        if TORCH_VERSION < (2, 13):  # Dynamo does not see it
+            with pytest.raises(RewriteError, match="compiled for"):
+                run(x)
+            return
         torch.testing.assert_close(run(x), wanted)
     assert [r.widths for r in records(report)] == [(E, E, E), tuple(sizes)]
     assert [len(layer.weight) for layer in (model.q, model.k, model.v)] == sizes
+
+
+def test_rows_that_were_not_compiled_for_are_an_error() -> None:
+    run = joined_of([torch.zeros(4, 2), torch.zeros(6, 2)])
+    assert run([torch.ones(4, 2), torch.zeros(6, 2)]).sum() == 8
+    with pytest.raises(RewriteError, match=r"\(6, 4\) rows, and the program was compiled for \(4, 6\)"):
+        run([torch.ones(6, 2), torch.zeros(4, 2)])
 
 
 def test_twenty_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import attn_pass
+from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.cpu.kernel import template  # noqa: F401, importing it registers the lowering
 from attn_pass.devices.cpu.kernel.operator import WITH_LSE
 
@@ -121,6 +122,7 @@ def functions_with(register: str, library: Path) -> set[str]:
     return functions
 
 
+@pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="Inductor compiles for the processor that it is on")
 def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path) -> None:
     """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first."""
     model = Block().eval()

@@ -21,6 +21,7 @@ from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.lowering import empty_strided, register_lowering
 from torch._inductor.virtualized import V
 
+from attn_pass.compat import guessed_sizes
 from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
 from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
@@ -232,7 +233,8 @@ class _Buffer(ir.CppTemplateBuffer):
 
 def emitted(template: Call) -> Any:
     """The template's buffer, into which nothing is fused, since it has no epilogue."""
-    caller = template.generate()  # type: ignore[no-untyped-call]
+    with guessed_sizes(V.graph.sizevars):
+        caller = template.generate()  # type: ignore[no-untyped-call]
     written = [template.operands[name] for name in template.written]
     out: Any = ir.TensorBox.create(_Buffer(caller, written)) if written else caller.output_node()
     V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
