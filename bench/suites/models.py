@@ -176,24 +176,24 @@ def _timm(name: str) -> Built:
     return timm_model(name), (pixels(8, 224),)
 
 
-def _both(name: str, make: Callable[..., Built]) -> dict[str, Callable[[], Built]]:
-    """Attention written out, and as calls."""
-    return {name: make, f"{name}, SDPA": partial(make, "sdpa")}
-
-
 MODELS: Mapping[str, Callable[[], Built]] = {
-    **_both("GPT-2 small, 1 x 1024", gpt2),
+    "GPT-2 small, 1 x 1024": gpt2,
     "BERT base, 8 x 512, padded": bert,
     "ViT-B/16, 8 x 197": vit,
-    "ViT-B/16 of timm, 8 x 197": partial(_timm, "vit_base_patch16_224"),
-    **_both("Llama, 4 layers, 32/8 heads, 1 x 2048", llama),
-    **_both("Llama, 4 layers, 32/8 heads, decode, 1 x 4096", llama_decode),
+    "Llama, 4 layers, 32/8 heads, decode, 1 x 4096": llama_decode,
     "T5 base encoder, 1 x 512": t5_encoder,
     "Whisper small encoder, 1 x 1500": whisper_encoder,
-    **_both("diffusion block, 2 x 4096, 77 cross", diffusion_block),
+    "diffusion block, 2 x 4096, 77 cross": diffusion_block,
     "Swin tiny, 8 x 224 x 224": partial(image_model, "SwinModel", "SwinConfig"),
+    "Llama, 4 layers, 32/8 heads, 1 x 2048": llama,
+    "ViT-B/16 of timm, 8 x 197": partial(_timm, "vit_base_patch16_224"),
     "Swin tiny of timm, 8 x 224 x 224": partial(_timm, "swin_tiny_patch4_window7_224"),
+    "GPT-2 small, 1 x 1024, SDPA": partial(gpt2, "sdpa"),
+    "Llama, 4 layers, 32/8 heads, decode, 1 x 4096, SDPA": partial(llama_decode, "sdpa"),
+    "diffusion block, 2 x 4096, 77 cross, SDPA": partial(diffusion_block, "sdpa"),
+    "Llama, 4 layers, 32/8 heads, 1 x 2048, SDPA": partial(llama, "sdpa"),
 }
+"""Attention written out, and then some of them with calls."""
 QUICK: Mapping[str, Callable[[], Built]] = {
     "GPT-2, 2 layers, 1 x 128": partial(gpt2, length=128, n_embd=128, n_layer=2, n_head=4),
     "BERT, 2 layers, 2 x 128, padded": small_bert,
