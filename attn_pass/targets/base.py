@@ -26,6 +26,7 @@ FLEX = "flex_attention"  # the operator, where the program calls it itself
 
 # Assumptions, for the report.
 EMPTY_ROWS = "a row fully masked with -inf gives 0, where the program gives NaN"
+NONEMPTY_ROWS = "no row is fully masked"
 FINITE_KEYS = (
     "masked keys are finite: the program replaces the scores of a key that is NaN or infinite, and the kernel would not"
 )

@@ -13,7 +13,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
 from attn_pass.model.mask import ABSORBING
-from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Setting
+from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, NONEMPTY_ROWS, STRICT_KEYS, Setting
 from attn_pass.targets.constraints import Constraint, HasAttention
 from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
 from attn_pass.targets.lower import Lowering, zero_with_gradient
@@ -66,7 +66,7 @@ def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     """What a fused kernel's result rests on, for the report."""
     keys = (FINITE_KEYS,) if hides_keys(a, setting) and mask_kind(a, setting) != "causal" else ()
     if setting.assume_nonempty_rows and not a.mask.never_empty:
-        return ("no row is fully masked", *keys)
+        return (NONEMPTY_ROWS, *keys)
     possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.mask.never_empty
     return (EMPTY_ROWS, *keys) if possible else keys
 

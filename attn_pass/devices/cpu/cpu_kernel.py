@@ -23,7 +23,7 @@ backward.
 
 Offers in inference, and in training and with dropout under ``torch.compile``, in float32, bfloat16 and float16. Where
 Inductor does not compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names
-it.
+it; in a program that is exported to run elsewhere it makes none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from attn_pass.model.index import Axis, product
 from attn_pass.model.structure import row_index
 from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
-from attn_pass.targets.base import FINITE_KEYS, LEARNED_BIAS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.base import FINITE_KEYS, LEARNED_BIAS, NONEMPTY_ROWS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import (
     ANY_BACKEND,
     AUTOCAST,
@@ -103,7 +103,7 @@ class CpuKernel:
             attention = with_keep(attention)
         if not attention.needs_grad and not attention.dropout and setting.numerics != "strict":
             attention = kept_beside_learned(attention) or kept_beside_products(attention) or attention
-        adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
+        gives_logarithm = _gives_logarithm(attention)
         score, captured = _score(attention)
         fill = training.fill_that_counts(attention, setting)
         decided = CpuPlan(
@@ -122,11 +122,7 @@ class CpuKernel:
             _microseconds(attention, decided, setting),
             fused=True,
             plan=decided,
-            assumptions=(LEARNED_BIAS,)
-            if attention.mask.bias_is_learned
-            else (FINITE_KEYS,)
-            if adds and hides_keys(attention, setting)
-            else (),
+            assumptions=_assumed(attention, setting),
             score_mod=score_mod_source(attention.modified, names_of(attention)) if score else "",
             moved=problem_of(attention, setting.hint).moved_bytes,
             handles=(half_precision.NAME,) if cost.falls_short(setting.device, attention.compute_dtype) else (),
@@ -288,6 +284,13 @@ def _refusal_of_score(a: Attention) -> str | None:
     return (
         f"the scores read {len(captured)} tensors, more than {MOST_CAPTURED}" if len(captured) > MOST_CAPTURED else None
     )
+
+
+def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
+    promised = (NONEMPTY_ROWS,) if training.relies_on_nonempty_rows(a, setting) else ()
+    if a.mask.bias_is_learned:
+        return (*promised, LEARNED_BIAS)
+    return (*promised, FINITE_KEYS) if a.mask.bias is not None and hides_keys(a, setting) else promised
 
 
 def _fully_masked(a: Attention, fill: float | None) -> str:

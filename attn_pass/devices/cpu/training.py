@@ -26,6 +26,11 @@ def _never_empty(a: Attention, setting: Setting) -> bool:
     return a.mask.never_empty or setting.assume_nonempty_rows
 
 
+def relies_on_nonempty_rows(a: Attention, setting: Setting) -> bool:
+    """Whether gradients are right by the user's word alone: `assume_nonempty_rows`."""
+    return a.needs_grad and setting.assume_nonempty_rows and not a.mask.never_empty
+
+
 def _replaces_before_adding(c: HasAttention) -> bool:
     bias = c.attention.mask.bias
     return bias is not None and not _never_empty(c.attention, c.setting) and replaces_scores(bias)

@@ -35,7 +35,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, expression_axes, loads
-from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, NONEMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import (
     ANY_BACKEND,
     AUTOCAST,
@@ -54,7 +54,6 @@ from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 _PACKAGE = ("flash_attn.flash_attn_interface", "flash_attn")  # of its functions, and of its operators
 _MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
 _WIDEST = 256
-NONEMPTY = "no row is fully masked"
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def assumed_of_rows(a: Attention, arguments: Arguments, setting: Setting) -> tup
     if arguments.rows_never_empty:
         return ()
     if setting.assume_nonempty_rows:
-        return (NONEMPTY,)
+        return (NONEMPTY_ROWS,)
     return (EMPTY_ROWS,) if a.empty_row_is_nan else ()
 
 

@@ -41,11 +41,10 @@ from attn_pass.devices.roofline import Problem, traffic
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.report.units import duration
-from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, NONEMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
 
-_NONEMPTY = "no row is fully masked"
 _FAMILY = f"the NPU does not report its family, so it is planned for {generations.UNKNOWN}"
 _ROWS_FIRST = next(layout for layout in LAYOUTS if layout.name == "BSND")
 
@@ -205,7 +204,7 @@ def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
         keep = () if a.mask.keep is None else (a.mask.keep.fill,)
         infinite = float("-inf") in (*keep, *(a.mask.fills or ()))
         if setting.assume_nonempty_rows:
-            assumptions.append(_NONEMPTY)
+            assumptions.append(NONEMPTY_ROWS)
         elif a.empty_row_is_nan and infinite:
             assumptions.append(EMPTY_ROWS)
     if not setting.device.generation:

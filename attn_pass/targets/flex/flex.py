@@ -42,7 +42,7 @@ from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.model.valid_range import ValidRange
 from attn_pass.targets import looking
-from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, FLEX, NONEMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.flex.block_lists import Sides, ValidKeys, block_mask
 from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, conjunctions, share
 from attn_pass.targets.flex.kept_blocks import KeptBlocks, kept_blocks
@@ -111,7 +111,7 @@ class Flex:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
         if setting.assume_nonempty_rows and template_name(setting) == "triton" and not attention.mask.never_empty:
-            assumptions = ("no row is fully masked",)
+            assumptions = (NONEMPTY_ROWS,)
         elif attention.empty_row_is_nan and not attention.mask.never_empty:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))

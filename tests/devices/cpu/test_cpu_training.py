@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_pass
+from attn_pass.targets.base import NONEMPTY_ROWS
 
 LOWEST = torch.finfo(torch.float32).min
 Program = Callable[..., Tensor]
@@ -70,6 +72,19 @@ def test_rows_that_an_added_mask_leaves_nothing_of(fill: float) -> None:
     mask[1, :, :, 40:] = fill
     trained(biased, *qkv(2, 4, 17, 70, grad=True), mask)
     trained(biased, *qkv(2, 4, 17, 70, grad=True), mask.requires_grad_())
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_the_promise_that_gradients_rely_on_is_told(promised: bool) -> None:
+    mask = torch.zeros(2, 1, 17, 70)
+    mask[1, :, :, 40:] = LOWEST
+
+    def told(grad: bool) -> tuple[str, ...]:
+        inputs = (*qkv(2, 4, 17, 70, grad=grad), mask)
+        more: dict[str, Any] = {"choose": "fused", "targets": ("cpu_kernel",), "assume_nonempty_rows": promised}
+        return same(biased, *inputs, rewritten=1, grad=grad, **more).sites[0].assumptions
+
+    assert (NONEMPTY_ROWS in told(True)) == promised and NONEMPTY_ROWS not in told(False)
 
 
 def test_a_learned_bias_under_a_causal_mask() -> None:
