@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same, same_each
+from against_eager import FLEX_ON_CPU, NEG_INF, qkv, randn, same, same_each
 from flex_programs import capped, positions, softcap
 from torch import nn
 
 import attn_pass
 from attn_pass.targets.flex import rules
+
+pytestmark = pytest.mark.skipif(not FLEX_ON_CPU, reason="FlexAttention on the CPU needs torch 2.13")
 
 Tensor = torch.Tensor
 
