@@ -156,12 +156,12 @@ PEERS = (
 def peers() -> Iterator[str]:
     """Rows of the table of whole models beside other systems: one for each model."""
     document = json.loads((RESULTS / "peers-cpu.json").read_text())
-    by_program: dict[str, dict[str, float]] = {}
+    by_program: dict[str, dict[str, str]] = {}
     for row in document["tables"][0]["rows"]:
-        if row["status"] == "ok":
-            by_program.setdefault(row["program"], {})[row["way"]] = row["median_us"] / 1e3
+        text = f"{row['median_us'] / 1e3:.0f}" if row["status"] == "ok" else "failed"
+        by_program.setdefault(row["program"], {})[row["way"]] = text
     yield f"| model | {' | '.join(title for title, _ in PEERS)} |"
     yield "|---|" + "---|" * len(PEERS)
     for program, ways in by_program.items():
-        cells = [f"{ways[way]:.0f}" if way in ways else "failed" for _, way in PEERS]
+        cells = [ways.get(way, "-") for _, way in PEERS]
         yield f"| {program} | {' | '.join(cells)} |"

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.values import LAID_OUT, tensor_value, value_key
-from attn_pass.projections.layout import Joined, is_held, joined_of
+from attn_pass.projections.layout import Joined, Place, is_held, joined_of, place_of
 
 
 class LaidOut:
@@ -52,25 +52,25 @@ class LaidOut:
             return compiled
         all_joined, all_places = self._joined, [place for places, _ in self._joined for place in places]
         firsts = [places[0] for places, _ in self._joined]
-        known: dict[tuple[int, ...], list[torch.Tensor]] = {}  # by addresses, what lies there: no copies
+        known: dict[Place, list[torch.Tensor]] = {}  # what lies there: no copies
 
-        def joined(args: Sequence[Any], addresses: tuple[int, ...]) -> list[torch.Tensor]:
+        def joined(args: Sequence[Any], place: Place) -> list[torch.Tensor]:
             nonlocal known
-            parameters = [[args[place] for place in places] for places, _ in all_joined]
+            parameters = [[args[at] for at in places] for places, _ in all_joined]
             tensors = [join(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
             memory = [join.memory_of(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
             lying = [tensor for tensor in memory if tensor is not None]
-            if addresses and len(lying) == len(memory):
+            if place and len(lying) == len(memory):
                 known = {at: tensors for at, tensors in known.items() if all(map(is_held, tensors))}
-                known[tuple([args[place].data_ptr() for place in all_places])] = lying
+                known[place_of([args[at] for at in all_places])] = lying
             return tensors
 
         def call(*args: Any) -> Any:
-            arguments, tensors, addresses = list(args), None, ()
+            arguments, tensors, place = list(args), None, Place()
             if not torch.is_grad_enabled():
-                addresses = tuple([args[place].data_ptr() for place in all_places])
-                tensors = known.get(addresses)
-            for first, tensor in zip(firsts, tensors or joined(args, addresses)):
+                place = place_of([args[at] for at in all_places])
+                tensors = known.get(place)
+            for first, tensor in zip(firsts, tensors or joined(args, place)):
                 arguments[first] = tensor
             return compiled(*arguments)
 

@@ -16,7 +16,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_pass.graph.allowed import pass_name
 from attn_pass.graph.edit import Plan, SizeNodes
@@ -145,7 +144,7 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
             )
         return [values[node] for node in results]
 
-    with plan.running(), plan.adding_no_guard() as new_guards, _closing_levels(), _calls_written_out():
+    with plan.running(), plan.adding_no_guard() as new_guards, _closing_levels():
         traced = make_fx(run)(*fakes)
     if new_guards:
         raise CannotExpand("it would hold for some sizes only, and they are not checked")
@@ -175,19 +174,6 @@ def _closing_levels() -> Iterator[None]:
     finally:
         while functorch.maybe_current_level() != before:
             functorch._vmap_decrement_nesting()
-
-
-@contextmanager
-def _calls_written_out() -> Iterator[None]:
-    """A call becomes products and a softmax in its own dtype, whichever kernel torch would take for it there."""
-    settings = torch.backends.cuda  # of every device
-    before = settings.fp16_bf16_reduction_math_sdp_allowed()
-    settings.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        settings.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], new_nodes: list[Node]) -> list[Node]:

@@ -153,10 +153,8 @@ def in_turns(
         return clock() - began
 
     def block(run: Runner) -> Callable[[], float]:
-        took = seconds_of(run, 1)
-        if took < seconds:  # the first call may be slower than the others
-            took = seconds_of(run, 1)
-        calls = max(1, int(seconds / max(took, 1e-6)))
+        run(*inputs)
+        calls = max(1, int(seconds / max(seconds_of(run, 1), 1e-6)))
         return lambda: seconds_of(run, calls) / calls * 1e6
 
     return interleaved({name: block(run) for name, run in runs.items()}, rounds)

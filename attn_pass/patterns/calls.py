@@ -97,7 +97,10 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
     kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
     needs_grad = mask is not None and mask.requires_grad
     return AsWritten(
-        fused=plain and not call_args["dropout_p"] and not needs_grad and _has_one_head_dim(reader, call_args),
+        fused=_is_plain(reader, call_args, or_three=ADDS_A_BATCH)
+        and not call_args["dropout_p"]
+        and not needs_grad
+        and _has_one_head_dim(reader, call_args),
         plain=plain,
         mask=kind,
         mask_needs_grad=needs_grad,
@@ -106,19 +109,19 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
     )
 
 
-def _is_plain(reader: Reader, call_args: dict[str, Any]) -> bool:
-    """Whether the call is one that fused kernels look at: of four dimensions, or of three where torch adds one, with
-    nothing to broadcast and dense last dimensions.
+def _is_plain(reader: Reader, call_args: dict[str, Any], *, or_three: bool = False) -> bool:
+    """Whether the call is one that fused kernels look at: rank 4, nothing to broadcast, dense last dimensions.
+
+    ``or_three``: of rank 3 as well, to which torch adds a batch.
 
     With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks.
     """
     tensors = [tensor_value(call_args[n]) for n in ("query", "key", "value")]
     q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
-    mask = tensor_value(call_args["attn_mask"])
-    of_mask: tuple[int, ...] = (2, 4)
-    if ADDS_A_BATCH and all(len(s) == 3 for s in (q, k, v)):
+    mask, of_mask = tensor_value(call_args["attn_mask"]), (2, 4)
+    if or_three and all(len(s) == 3 for s in (q, k, v)):
         q, k, v = ((1, *s) for s in (q, k, v))
-        of_mask = (2, 3, 4)
+        of_mask = (2, 3)
     if any(len(s) != 4 for s in (q, k, v)) or q[0] != k[0] or k[0] != v[0]:
         return False
     if k[1] != v[1] or (q[1] != k[1] and not call_args["enable_gqa"]):
@@ -173,7 +176,7 @@ def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -
         value=operand(reader, value, positions["value"], time, region, factors=False),
         score=score,
         side=side,
-        score_dtype=q.dtype,
+        score_dtype=torch.float32 if q.dtype == torch.float16 else q.dtype,  # fused or not, the call adds masks in it
         product_dtypes=(out.dtype, out.dtype),
         dropout=float(call_args["dropout_p"]),
         empty_row_is_nan=False,

@@ -16,6 +16,8 @@ import torch
 
 from attn_pass.errors import RewriteError
 
+Place = tuple[tuple[int, torch.Size], ...]
+
 _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
 
@@ -88,19 +90,20 @@ class Joined:
     A program may be called with the parameters of several layers in turn, as one that is compiled for all of them is.
     """
 
-    def __init__(self, rows: Sequence[int]) -> None:
-        self.rows = tuple(rows)  # of each parameter
-        self._known: dict[tuple[int, ...], torch.Tensor] = {}  # by addresses, what keeps that memory
+    def __init__(self, shapes: Sequence[torch.Size]) -> None:
+        self.shapes = tuple(shapes)  # of each parameter
+        self.rows = tuple(shape[0] for shape in shapes)
+        self._known: dict[Place, torch.Tensor] = {}  # by the parameters' places, what keeps that memory
 
     def memory_of(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The memory that all parameters lie in, as one tensor; None where they do not."""
-        return self._known.get(_addresses(parameters))
+        return self._known.get(place_of(parameters))
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted.
 
         Raises:
-            RewriteError: a parameter has other rows than the program was compiled for.
+            RewriteError: a parameter has other sizes than the program was compiled for.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
             joined: torch.Tensor = _WithGradient.apply(self, *parameters)  # type: ignore[no-untyped-call]
@@ -116,9 +119,10 @@ class Joined:
             return self._laid_out(parameters)
 
     def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        if (rows := tuple([len(each) for each in parameters])) != self.rows:
+        if (shapes := tuple([each.shape for each in parameters])) != self.shapes:
+            have, had = (", ".join(str(tuple(shape)) for shape in each) for each in (shapes, self.shapes))
             raise RewriteError(
-                f"joined parameters have {rows} rows, and the program was compiled for {self.rows}: call"
+                f"joined parameters have the sizes {have}, and the program was compiled for {had}: call"
                 " torch._dynamo.reset() after such a change, which torch 2.13 and newer find by themselves"
             )
         if refusal(parameters, self._known.values()):
@@ -132,12 +136,13 @@ class Joined:
         joined = torch.empty(0, dtype=first.dtype, device=first.device)  # no view, which would keep ``first`` as well
         joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
         self._known = {at: known for at, known in self._known.items() if is_held(known)}
-        self._known[_addresses(parameters)] = joined
+        self._known[place_of(parameters)] = joined
         return joined
 
 
-def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple([each.data_ptr() for each in parameters])
+def place_of(parameters: Sequence[torch.Tensor]) -> Place:
+    """Where each of them lies, and its sizes: it may have been cut where it is."""
+    return tuple([(each.data_ptr(), each.shape) for each in parameters])
 
 
 _JOINED: WeakValueDictionary[tuple[object, ...], Joined] = WeakValueDictionary()
@@ -150,7 +155,7 @@ def joined_of(parameters: Sequence[torch.Tensor]) -> Joined:
     """
     with _LOCK:
         key = tuple((id(each), each.shape, each.dtype) for each in parameters)
-        return _JOINED.setdefault(key, Joined([each.shape[0] for each in parameters]))
+        return _JOINED.setdefault(key, Joined([each.shape for each in parameters]))
 
 
 class _WithGradient(torch.autograd.Function):

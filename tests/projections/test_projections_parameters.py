@@ -216,11 +216,16 @@ def test_parameters_that_have_other_sizes_since(monkeypatch: pytest.MonkeyPatch)
     assert [len(layer.weight) for layer in (model.q, model.k, model.v)] == sizes
 
 
-def test_rows_that_were_not_compiled_for_are_an_error() -> None:
+def test_sizes_that_were_not_compiled_for_are_an_error() -> None:
     run = joined_of([torch.zeros(4, 2), torch.zeros(6, 2)])
     assert run([torch.ones(4, 2), torch.zeros(6, 2)]).sum() == 8
-    with pytest.raises(RewriteError, match=r"\(6, 4\) rows, and the program was compiled for \(4, 6\)"):
+    with pytest.raises(RewriteError, match=r"sizes \(6, 2\), \(4, 2\), and the program was compiled for \(4, 2\)"):
         run([torch.ones(6, 2), torch.zeros(4, 2)])
+    first, second = torch.ones(4, 2), torch.zeros(6, 2)
+    run([first, second])
+    first.data = first.data[:3]  # cut where it lies
+    with pytest.raises(RewriteError, match="compiled for"):
+        run([first, second])
 
 
 def test_twenty_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +335,7 @@ def test_what_keeps_memory_where_it_is(change: Callable[[Any], None], reason: st
     change(parameters)
     where = [p.data_ptr() for p in parameters]
     assert refusal(parameters) == reason
-    joined = Joined([E, E, E]).plain(parameters)
+    joined = Joined([each.shape for each in parameters]).plain(parameters)
     assert torch.equal(joined, torch.cat(parameters)) and where == [p.data_ptr() for p in parameters]
     HELD.clear()
 

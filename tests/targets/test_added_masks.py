@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_eager import FLEX_ON_CPU, NEG_INF, randn, same
+import torch.nn.functional as F
+from against_eager import FLEX_ON_CPU, NEG_INF, qkv, randn, same
 from torch import Tensor
 
 import attn_pass
@@ -297,3 +298,14 @@ def test_a_call_with_a_mask_hides_no_key_itself() -> None:
 
     report = same(fn, *operands(torch.float32, False), CAUSAL & (torch.arange(9) != 3), rewritten=1)
     assert FINITE_KEYS not in report.sites[0].assumptions
+
+
+@pytest.mark.parametrize("target", ["sdpa", "cpu_kernel"])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_a_call_in_float16_adds_its_mask_in_float32(rank: int, target: str) -> None:
+    """Where torch does not fuse it either: a row of equal low numbers still has its scores."""
+    mask = torch.zeros(8, 8, dtype=torch.float16)
+    mask[3], mask[4, 4:] = -60000.0, -60000.0
+    q, k, v = qkv(1, 2, 8, 8, value_dim=16 if rank == 3 else 24, dtype=torch.float16)
+    operands = (q[0], k[0], v[0]) if rank == 3 else (q, k, v)
+    same(F.scaled_dot_product_attention, *operands, mask, rewritten=1, targets=(target,))
