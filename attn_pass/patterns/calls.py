@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -76,11 +77,15 @@ def find(
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS) if node.target in kernels else (node, [])
+            written = _as_written(reader, result, call_args)
             with reader.site() as used:
-                described = describe(_lift(reader, node, result, call_args), used)
+                parts = _lift(reader, node, result, call_args)
+                described = describe(parts, used)
+                if parts.score_dtype == torch.float16 and not (written.fused or described.attention.mask.never_empty):
+                    # Torch adds the mask in float32, where float16's lowest number does not absorb a row's scores.
+                    described = describe(replace(parts, score_dtype=torch.float32), used)
             check_window(reader, described, result)
             internal = (*rest, *((node,) if result is not node else ()))
-            written = _as_written(reader, result, call_args)
             yield Site(result, FORM, region, described, internal=internal, written=written, is_call=True)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
@@ -176,7 +181,7 @@ def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -
         value=operand(reader, value, positions["value"], time, region, factors=False),
         score=score,
         side=side,
-        score_dtype=torch.float32 if q.dtype == torch.float16 else q.dtype,  # fused or not, the call adds masks in it
+        score_dtype=q.dtype,
         product_dtypes=(out.dtype, out.dtype),
         dropout=float(call_args["dropout_p"]),
         empty_row_is_nan=False,

@@ -300,12 +300,32 @@ def test_a_call_with_a_mask_hides_no_key_itself() -> None:
     assert FINITE_KEYS not in report.sites[0].assumptions
 
 
+LOW = torch.finfo(torch.float16).min
+
+
+def _added(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, (1.0 - keep.to(q.dtype)) * LOW)
+
+
+def _filled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, torch.zeros(8, 8, dtype=q.dtype).masked_fill(~keep, LOW))
+
+
+@pytest.mark.parametrize("program", [_added, _filled])
 @pytest.mark.parametrize("target", ["sdpa", "cpu_kernel"])
 @pytest.mark.parametrize("rank", [3, 4])
-def test_a_call_in_float16_adds_its_mask_in_float32(rank: int, target: str) -> None:
+def test_a_call_in_float16_adds_its_mask_in_float32(rank: int, target: str, program: Callable[..., Tensor]) -> None:
     """Where torch does not fuse it either: a row of equal low numbers still has its scores."""
-    mask = torch.zeros(8, 8, dtype=torch.float16)
-    mask[3], mask[4, 4:] = -60000.0, -60000.0
+    keep = torch.ones(8, 8, dtype=torch.bool)
+    keep[3], keep[4, 4:] = False, False
     q, k, v = qkv(1, 2, 8, 8, value_dim=16 if rank == 3 else 24, dtype=torch.float16)
     operands = (q[0], k[0], v[0]) if rank == 3 else (q, k, v)
-    same(F.scaled_dot_product_attention, *operands, mask, rewritten=1, targets=(target,))
+    same(program, *operands, keep, rewritten=1, targets=(target,))
+
+
+def test_a_causal_call_in_float16_is_causal() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, torch.full((8, 8), LOW, dtype=q.dtype).triu(1))
+
+    q, k, v = qkv(1, 2, 8, 8, value_dim=24, dtype=torch.float16)
+    assert same(program, q, k, v, rewritten=1, targets=("sdpa",)).sites[0].mask == "causal"
