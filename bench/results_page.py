@@ -39,12 +39,12 @@ RUNS = (
     Run("variants-cpu", "masks and score functions by hand"),
     Run("forms-cpu", "common forms, by hand and as calls"),
     Run("cases-cpu", "collected cases that must be fast"),
-    Run("models-cpu", "whole models"),
-    Run("models-cpu-bf16", "whole models in bfloat16, with and without freezing"),
+    Run("peers-cpu", "whole models in float32, with and without freezing, and in other systems"),
+    Run("models-cpu-bf16", "fifteen whole models in bfloat16, with and without freezing"),
+    Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
     Run("decode-cpu", "decoding over a static cache"),
     Run("padding-cpu", "batches with padding, one layer of twelve"),
     Run("padding-cpu-bf16", "the same in bfloat16"),
-    Run("peers-cpu", "whole models, compared with other systems"),
 )
 SCALING = "S5.2: speedup over the sequence length"
 CURVE = "never-slower"

@@ -44,12 +44,9 @@ ROWS = (
     Measured("no mask, by hand", "variants-cpu", "full"),
     Measured("causal by hand, forward and backward", "training-cpu", "causal by hand, long, 1x8x2048x64"),
     Measured("a learned bias (T5), forward and backward", "training-cpu", "learned bias (T5), 4x8x512x64"),
-    Measured("GPT-2 small, 1 x 1024 tokens", "models-cpu", "GPT-2 small, 1 x 1024"),
-    Measured("Llama, 4 layers, 1 x 2048 tokens", "models-cpu", "Llama, 4 layers, 32/8 heads, 1 x 2048"),
-    Measured("BERT base, 8 x 512 tokens, padded", "models-cpu", "BERT base, 8 x 512, padded"),
-    Measured("ViT-B/16, 8 images", "models-cpu", "ViT-B/16, 8 x 197"),
     *(
-        Measured(f"{name}, bfloat16", "models-cpu-bf16", f"{program}, bfloat16")
+        Measured(f"{name}{dtype}", run, f"{program}{dtype}")
+        for run, dtype in (("peers-cpu", ""), ("models-cpu-bf16", ", bfloat16"))
         for name, program in {
             "GPT-2 small, 1 x 1024 tokens": "GPT-2 small, 1 x 1024",
             "Llama, 4 layers, 1 x 2048 tokens": "Llama, 4 layers, 32/8 heads, 1 x 2048",
@@ -61,7 +58,7 @@ ROWS = (
     ),
 )
 COMMANDS = {"seeds-s4-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
-            "training-cpu": "python -m bench training", "models-cpu": "python -m bench models",
+            "training-cpu": "python -m bench training", "peers-cpu": "python -m bench peers",
             "models-cpu-bf16": "python -m bench models --only bfloat16"}  # fmt: skip
 
 
