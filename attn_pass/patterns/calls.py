@@ -102,7 +102,7 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
     kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
     needs_grad = mask is not None and mask.requires_grad
     return AsWritten(
-        fused=_is_plain(reader, call_args, or_three=ADDS_A_BATCH)
+        fused=(plain or (ADDS_A_BATCH and _is_plain(reader, call_args, rank=3)))
         and not call_args["dropout_p"]
         and not needs_grad
         and _has_one_head_dim(reader, call_args),
@@ -114,24 +114,20 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
     )
 
 
-def _is_plain(reader: Reader, call_args: dict[str, Any], *, or_three: bool = False) -> bool:
-    """Whether the call is one that fused kernels look at: rank 4, nothing to broadcast, dense last dimensions.
+def _is_plain(reader: Reader, call_args: dict[str, Any], rank: int = 4) -> bool:
+    """Whether the call is one that fused kernels look at: of this rank, nothing to broadcast, dense last dimensions.
 
-    ``or_three``: of rank 3 as well, to which torch adds a batch.
-
-    With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks.
+    With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks of rank
+    4, and of rank 3 where torch adds a batch.
     """
     tensors = [tensor_value(call_args[n]) for n in ("query", "key", "value")]
-    q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
-    mask, of_mask = tensor_value(call_args["attn_mask"]), (2, 4)
-    if or_three and all(len(s) == 3 for s in (q, k, v)):
-        q, k, v = ((1, *s) for s in (q, k, v))
-        of_mask = (2, 3)
+    q, k, v = ((*(1,) * (4 - rank), *reader.sizes.shape(t)) if t is not None else () for t in tensors)
     if any(len(s) != 4 for s in (q, k, v)) or q[0] != k[0] or k[0] != v[0]:
         return False
     if k[1] != v[1] or (q[1] != k[1] and not call_args["enable_gqa"]):
         return False
-    if mask is not None and mask.dim() not in of_mask:
+    mask = tensor_value(call_args["attn_mask"])
+    if mask is not None and mask.dim() not in (2, rank):
         return False
     return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
 

@@ -17,7 +17,6 @@ from bench.harness.programs import Program, Tensors
 
 EAGER = "eager"
 STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"
-NO_PATTERNS = "compile, stock without patterns"
 STOCK_FROZEN, PASS_FROZEN = "compile, stock, frozen", "compile, attn_pass, frozen"
 STOCK_FROZEN_AGAIN = "compile, stock, frozen (A/A)"
 PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
@@ -104,7 +103,6 @@ _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     EAGER: lambda shop: shop.module,
     STOCK: lambda shop: compiled(shop.module),
     STOCK_AGAIN: lambda shop: compiled(shop.module),
-    NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
     PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
     **{way: lambda shop: frozen(compiled(shop.module), shop.inputs) for way in (STOCK_FROZEN, STOCK_FROZEN_AGAIN)},
     PASS_FROZEN: lambda shop: frozen(compiled(shop.module, backend=attn_pass.backend), shop.inputs),

@@ -221,11 +221,17 @@ def test_sizes_that_were_not_compiled_for_are_an_error() -> None:
     assert run([torch.ones(4, 2), torch.zeros(6, 2)]).sum() == 8
     with pytest.raises(RewriteError, match=r"sizes \(6, 2\), \(4, 2\), and the program was compiled for \(4, 2\)"):
         run([torch.ones(6, 2), torch.zeros(4, 2)])
-    first, second = torch.ones(4, 2), torch.zeros(6, 2)
-    run([first, second])
-    first.data = first.data[:3]  # cut where it lies
-    with pytest.raises(RewriteError, match="compiled for"):
+
+
+def test_a_parameter_that_is_cut_where_it_lies_is_an_error() -> None:
+    first, second = nn.Parameter(torch.ones(E, E)), nn.Parameter(torch.zeros(E, E))
+    run = joined_of([first, second])
+    with torch.no_grad():
         run([first, second])
+        assert run.memory_of([first, second]) is not None
+        first.data = first.data[:3]
+        with pytest.raises(RewriteError, match="compiled for"):
+            run([first, second])
 
 
 def test_twenty_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
