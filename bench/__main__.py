@@ -7,6 +7,7 @@ import typer
 from bench import results_page
 from bench.gpu import __main__ as gpu
 from bench.suites import (
+    breakdown,
     commands,
     compile_time,
     constants,
@@ -32,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, function in {
     "seeds": seeds.main,
     **commands.COMMANDS,
+    "breakdown": breakdown.main,
     "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
     "decisions": decisions.main,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attn_pass.report.units import counted
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -110,7 +112,8 @@ def never_slower() -> Iterator[str]:
         low = below(rows)
         link = f"[run](docs/results/{name}.md)"
         are = "is" if slower == 1 else "are"
-        yield f"- {run['device']}: {slower} of {len(rows)} shapes {are} slower by this rule ({link})."
+        where = f"{run['device']}, {counted(run['threads'], 'thread')}"
+        yield f"- {where}: {slower} of {len(rows)} shapes {are} slower by this rule ({link})."
         yield ""
         yield f"  <details><summary>{len(low)} shapes below {BELOW} at the median and the 10th percentile</summary>"
         yield ""

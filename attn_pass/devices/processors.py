@@ -47,6 +47,7 @@ _AVX512 = Core(
     template_us=8.0,
     times=CoreTimes(
         task_us=(0.7, 2.0),  # half precision is packed
+        contended_us=(2.7, 5.7),  # measured with two threads; with one there is none
         score_ns=(1.2, 2.3),
         half_mask_ns=0.7,
         few_rows_rate={torch.float16: 0.35},

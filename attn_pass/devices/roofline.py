@@ -84,7 +84,9 @@ def fused(device: Device, problem: Problem) -> float:
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
-    starting = tasks * device.core_times.task_us[problem.dtype.itemsize == 2] / min(tasks, device.cores)
+    is_half, working = problem.dtype.itemsize == 2, min(tasks, device.cores)
+    each = device.core_times.task_us[is_half] + (device.core_times.contended_us[is_half] if working > 1 else 0.0)
+    starting = tasks * each / working
     return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
 
 

@@ -22,6 +22,8 @@ STOCK_FROZEN_AGAIN = "compile, stock, frozen (A/A)"
 PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
 DECOMPOSED, PACKAGE_PASS = "AOTInductor, decomposed", "AOTInductor, attn_pass"
 PACKAGE_HAND = "AOTInductor, by hand"
+PACKAGE_FROZEN, PACKAGE_PASS_FROZEN = "AOTInductor, stock, frozen", "AOTInductor, attn_pass, frozen"
+PACKAGE_FROZEN_AGAIN = "AOTInductor, stock, frozen (A/A)"
 IN_ORT, IN_ORT_AGAIN, IN_ORT_PASS = "ONNX Runtime, stock", "ONNX Runtime, stock (A/A)", "ONNX Runtime, attn_pass"
 IN_OPENVINO, IN_OPENVINO_AGAIN, IN_OPENVINO_PASS = "OpenVINO, stock", "OpenVINO, stock (A/A)", "OpenVINO, attn_pass"
 
@@ -29,11 +31,13 @@ COMPILED = (EAGER, STOCK, STOCK_AGAIN, PASS, HAND)
 FROZEN = (STOCK_FROZEN, STOCK_FROZEN_AGAIN, PASS_FROZEN)
 """With Inductor's ``freezing``, which folds weights into the code and packs those of linear layers."""
 PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
+PACKAGED_FROZEN = (PACKAGE_FROZEN, PACKAGE_FROZEN_AGAIN, PACKAGE_PASS_FROZEN)
 
 AGAIN: Mapping[str, str] = {
     STOCK: STOCK_AGAIN,
     STOCK_FROZEN: STOCK_FROZEN_AGAIN,
     PACKAGE: PACKAGE_AGAIN,
+    PACKAGE_FROZEN: PACKAGE_FROZEN_AGAIN,
     IN_ORT: IN_ORT_AGAIN,
     IN_OPENVINO: IN_OPENVINO_AGAIN,
 }
@@ -42,10 +46,10 @@ AGAIN: Mapping[str, str] = {
 
 def base_of(way: str, ways: Collection[str]) -> str:
     """What one of these ways is compared with: stock with the same settings, of the same system, or torch.compile."""
-    if way in (STOCK_FROZEN_AGAIN, PASS_FROZEN) and STOCK_FROZEN in ways:
-        return STOCK_FROZEN
-    stock = f"{way.partition(',')[0]}, stock"
-    return stock if stock in ways else STOCK
+    system = way.partition(",")[0]
+    if way in (STOCK_FROZEN_AGAIN, PASS_FROZEN, *PACKAGED_FROZEN[1:]) and f"{system}, stock, frozen" in ways:
+        return f"{system}, stock, frozen"
+    return f"{system}, stock" if f"{system}, stock" in ways else STOCK
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Workshop:
     def build(self, way: str) -> Candidate:
         """Ready to run and warmed up by one call."""
         if way.startswith("AOTInductor"):
-            path, seconds = self._package(PACKAGE if way == PACKAGE_AGAIN else way)
+            path, seconds = self._package(_ONCE.get(way, way))
             run = torch._inductor.aoti_load_package(str(path))
             run(*self.inputs)
             return Candidate(way, run, seconds, path.stat().st_size)
@@ -92,8 +96,9 @@ class Workshop:
             path = self.folder / f"{_FILES[way]}.pt2"
             with attn_pass.record() as report:
                 module = self.by_hand() if way == PACKAGE_HAND else self.module
-                package(way, module, self.inputs, self.program.dynamic_shapes, path)
-            if way == PACKAGE_PASS:
+                with torch._inductor.config.patch(freezing=way in PACKAGED_FROZEN):
+                    package(way, module, self.inputs, self.program.dynamic_shapes, path)
+            if report.sites:
                 self.reports[way] = report
             self.packages[way] = path, time.perf_counter() - began
         return self.packages[way]
@@ -108,7 +113,15 @@ _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     PASS_FROZEN: lambda shop: frozen(compiled(shop.module, backend=attn_pass.backend), shop.inputs),
     HAND: lambda shop: compiled(shop.by_hand()),
 }
-_FILES = {PACKAGE: "stock", DECOMPOSED: "decomposed", PACKAGE_PASS: "attn_pass", PACKAGE_HAND: "by_hand"}
+_ONCE = {again: way for way, again in AGAIN.items()}
+_FILES = {
+    PACKAGE: "stock",
+    DECOMPOSED: "decomposed",
+    PACKAGE_PASS: "attn_pass",
+    PACKAGE_HAND: "by_hand",
+    PACKAGE_FROZEN: "stock_frozen",
+    PACKAGE_PASS_FROZEN: "attn_pass_frozen",
+}
 
 
 def frozen(run: Callable[..., Any], inputs: Tensors) -> Callable[..., Any]:
@@ -120,7 +133,7 @@ def frozen(run: Callable[..., Any], inputs: Tensors) -> Callable[..., Any]:
 
 def package(way: str, module: nn.Module, inputs: Tensors, shapes: Any, path: Path) -> None:
     """Exports the module and compiles it into a package at `path`, one of the ways of AOTInductor."""
-    if way == PACKAGE_PASS:
+    if way in (PACKAGE_PASS, PACKAGE_PASS_FROZEN):
         attn_pass.aot_compile(module, inputs, dynamic_shapes=shapes, package_path=path)
         return
     program = torch.export.export(module, inputs, dynamic_shapes=shapes)

@@ -18,7 +18,7 @@ from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.suites.zoo import Called, library, padding, pixels, ready, timm_model, tokens
 
 TITLE = "Whole models"
-WAYS = (*w.COMPILED, *w.FROZEN)
+WAYS = (*w.COMPILED, *w.FROZEN, *w.PACKAGED_FROZEN)
 # Of the largest value, after as many layers. Random weights carry the rounding of bfloat16 on from layer to layer.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: None}
 

@@ -29,7 +29,7 @@ from bench.suites import models
 TITLE = "Whole models beside other systems"
 ORT, ORT_FUSED, OPENVINO = "ONNX Runtime", "ONNX Runtime, attention fusion", "OpenVINO"
 ZENTORCH = "compile, zentorch, frozen"
-WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.PASS, *w.FROZEN)
+WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.PASS, *w.FROZEN, *w.PACKAGED_FROZEN)
 """Of every program; a program's peers are its own variants."""
 
 
@@ -43,7 +43,8 @@ def _zentorch(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[...,
     return w.frozen(compiled(copy.deepcopy(module), backend="zentorch"), inputs)
 
 
-def _onnx(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
+def onnx_file(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
+    """The model exported to ONNX, once for a folder."""
     path = folder / "model.onnx"
     if not path.exists():
         with contextlib.redirect_stdout(io.StringIO()):  # the exporter prints its progress
@@ -52,14 +53,25 @@ def _onnx(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
     return path
 
 
-def in_session(path: Path) -> Callable[..., Any]:
-    """A file in ONNX Runtime, on as many threads as torch has."""
+def session_of(path: Path, profiled: bool = False) -> Any:
+    """A file in ONNX Runtime, on as many threads as torch has; a session that is profiled writes its file beside."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    options.enable_profiling = profiled
+    options.profile_file_prefix = str(path.with_suffix(""))
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def in_session(path: Path) -> Callable[..., Any]:
+    """A file in ONNX Runtime, as a function of tensors."""
+    return called(session_of(path))
+
+
+def called(session: Any) -> Callable[..., Any]:
+    """A session as a function of tensors."""
     names = [given.name for given in session.get_inputs()]
 
     def run(*tensors: torch.Tensor) -> Tensors:
@@ -74,7 +86,7 @@ def _tensors(results: Iterable[Any]) -> Tensors:
 
 def in_onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     """The model exported to ONNX, in ONNX Runtime."""
-    return in_session(_onnx(module, inputs, folder))
+    return in_session(onnx_file(module, inputs, folder))
 
 
 def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -82,7 +94,7 @@ def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Cal
     from onnxscript import ir
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    model, _ = optimize_for_ort(ir.load(_onnx(module, inputs, folder)))
+    model, _ = optimize_for_ort(ir.load(onnx_file(module, inputs, folder)))
     path = folder / "fused.onnx"
     ir.save(model, path, external_data="fused.data")
     fused = Counter(node.op_type for node in model.graph if "Attention" in node.op_type)
@@ -95,7 +107,7 @@ def in_openvino(module: nn.Module, inputs: Tensors, folder: Path, precision: str
     """The model exported to ONNX, in OpenVINO, which may compute in this precision."""
     import openvino
 
-    return openvino_model(openvino.Core().read_model(_onnx(module, inputs, folder)), precision)
+    return openvino_model(openvino.Core().read_model(onnx_file(module, inputs, folder)), precision)
 
 
 def openvino_in_bfloat16(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -111,13 +123,8 @@ def openvino_in_bfloat16(module: nn.Module, inputs: Tensors, folder: Path) -> Ca
 
 
 def openvino_model(converted: Any, precision: str = "f32") -> Callable[..., Any]:
-    """A model in OpenVINO, on as many threads as torch has."""
-    import openvino
-
-    core = openvino.Core()
-    # By default it may compute in bfloat16 where the processor has it.
-    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    model = core.compile_model(converted, "CPU", settings)
+    """A model in OpenVINO, as a function of tensors."""
+    model = compiled_by_openvino(converted, precision)
     kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
 
     def run(*tensors: torch.Tensor) -> Tensors:
@@ -126,6 +133,15 @@ def openvino_model(converted: Any, precision: str = "f32") -> Callable[..., Any]
     # Its CPU plugin fuses attention into a subgraph of its own, whose inside it does not tell.
     run.took = f"{kinds.count('Softmax')} softmaxes left, {kinds.count('Subgraph')} subgraphs"  # type: ignore[attr-defined]
     return run
+
+
+def compiled_by_openvino(converted: Any, precision: str = "f32", profiled: bool = False) -> Any:
+    """A model in OpenVINO, on as many threads as torch has."""
+    import openvino
+
+    # By default it may compute in bfloat16 where the processor has it.
+    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    return openvino.Core().compile_model(converted, "CPU", {**settings, "PERF_COUNT": profiled})
 
 
 def peers_of(dtype: torch.dtype) -> dict[str, Extra]:

@@ -64,6 +64,20 @@ def test_compiled_once_for_all_lengths() -> None:
 CAP = 20.0
 
 
+@torch._inductor.config.patch("cpp.enable_kernel_profile", True)
+def test_a_profile_shows_the_kernel_forward_and_backward() -> None:
+    compiled = torch.compile(Block(), backend=attn_pass.backend, dynamic=False, options=OPTIONS)
+
+    def step() -> None:
+        compiled(*inputs(40)).sum().backward()
+
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    forward, backward = (event.name for event in profile.events() or () if "attention" in event.name)
+    assert "cpp_fused_attention_forward" in forward and "cpp_fused_attention_backward" in backward
+
+
 def test_a_number_of_python_may_change_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def capped(x: Tensor) -> Tensor:
         query, key, value = x.view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)

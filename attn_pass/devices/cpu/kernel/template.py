@@ -19,6 +19,7 @@ from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.lowering import empty_strided, register_lowering
+from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
 
 from attn_pass.compat import guessed_sizes
@@ -38,6 +39,8 @@ from attn_pass.devices.cpu.kernel.source import (
 )
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
+_NAMES = str(Placeholder.KERNEL_NAME), str(Placeholder.DESCRIPTIVE_NAME)
+"""The C++ function's name, the same for all kernels, and the name that a profiler is to show."""
 _SOURCE = """
 {{template.header().getvalue()}}
 #ifndef {{namespace}}_h
@@ -47,6 +50,7 @@ _SOURCE = """
 extern "C" {{export_declaration}}
 {{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
 {
+  {{profiled}}
   {{namespace}}::{{structure}} args{};
 {{filled}}
 {{call}}
@@ -97,6 +101,7 @@ class Call(CppTemplate):
                 namespace=namespace_of(self.score, chosen),
                 structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
+                profiled=kernel.maybe_codegen_profile().replace(*_NAMES),
                 filled=self.filled(kernel, out),
                 call=call_of(dtype, sets, chosen, self.score),
             )
