@@ -34,11 +34,11 @@ class Run:
 
 
 RUNS = (
-    Run("seeds-cpu", "the five field reports"),
+    Run("seeds-cpu", "the five field reports, before the CPU kernel"),
     Run("seeds-s4-cpu", "field report S4, with the CPU kernel"),
     Run("variants-cpu", "masks and score functions by hand"),
-    Run("forms-cpu", "common forms, by hand and as calls"),
-    Run("cases-cpu", "collected cases that must be fast"),
+    Run("forms-cpu", "common forms, by hand and as calls, before the CPU kernel"),
+    Run("cases-cpu", "collected cases that must be fast, before the CPU kernel"),
     Run("peers-cpu", "whole models in float32, with and without freezing, and in other systems"),
     Run("models-cpu-bf16", "fifteen whole models in bfloat16, with and without freezing"),
     Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
@@ -54,7 +54,7 @@ OTHERS = (
     ("never-slower-avx2.md", "the same on a processor with AVX2 alone (Zen 3), by constants fitted to it"),
     ("never-slower-zen4.md", "the same on an AMD EPYC with AVX-512 (Zen 4)"),
     ("never-slower-two-threads.md", "the same with two threads"),
-    ("never-slower-tuned.md", "the same as the first with `tune=True`"),
+    ("never-slower-tuned.md", "every fifth shape with `tune=True`, before the CPU kernel"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu-zen4.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("kernel-cpu-zen4-edges.md", "four of its masks, since the kernel has steps within a panel"),
@@ -65,9 +65,12 @@ OTHERS = (
     ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer, on a processor with AMX"),
     ("training-cpu.md", "training steps"),
     ("steps-cpu.md", "whole training steps with the optimizer"),
-    ("census.md", "how much of the attention of 600 models is found and rewritten"),
+    ("census.md", "how much of the attention of 418 models is found and rewritten"),
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
     ("census-projections.md", "layers that make queries, keys and values: which are read, and which are one product"),
+    ("census-rotary.md", "rotary embeddings and norms of decoders, which are read"),
+    ("rotary-cost.md", "what rotating inside the CPU kernel could save at most, predicted"),
+    ("s1-xla.md", "field report S1 on XLA"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
     ("runtimes-cpu.md", "six whole models in ONNX Runtime and OpenVINO, as exported and after the pass"),
     ("cases.md", "collected bugs and requests: which are solved"),
@@ -106,14 +109,17 @@ def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
     if scaling:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
-        made += [("speed-up", "Seed S5: speedup over the sequence length"), ("memory", "Seed S5: memory of one call")]
+        made += [
+            ("speed-up", "Field report S5: speedup over the sequence length"),
+            ("memory", "Field report S5: memory of one call"),
+        ]
     measured = [documents[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in documents]
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
         made.append(
             (
                 "roofline",
-                "Roofline: stock and the pass under the device's limits; a line joins one program",
+                "Roofline: stock and the pass under the device's limits; a line joins the two points of a program",
             )
         )
     curve = folder / f"{CURVE}.json"
@@ -191,7 +197,12 @@ def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str,
         lines += ["Slower by more than the noise:", "", *slower, ""]
     for run in RUNS[:2]:
         if run.file in documents:
-            lines += [f"## {run.about.capitalize()}: speedup over stock", "", *by_program(documents[run.file]), ""]
+            lines += [
+                f"## {run.about[0].upper()}{run.about[1:]}: speedup over stock",
+                "",
+                *by_program(documents[run.file]),
+                "",
+            ]
     lines += ["## Plots", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]

@@ -47,7 +47,7 @@ _AVX512 = Core(
     template_us=8.0,
     times=CoreTimes(
         task_us=(0.7, 2.0),  # half precision is packed
-        contended_us=(2.7, 5.7),  # measured with two threads; with one there is none
+        contended_us=(2.7, 5.7),  # Zen 4, two threads, which wait for each other in the kernel: taken for more threads
         score_ns=(1.2, 2.3),
         half_mask_ns=0.7,
         few_rows_rate={torch.float16: 0.35},
@@ -66,7 +66,8 @@ _AVX512_FP16 = Core(
     kernel_us=4.0,
     fused_op_us=20.0,
     template_us=8.0,
-    times=replace(_AVX512.times, few_rows_products=0.5),
+    # In float32 torch calls the same library; the rest was not measured with two threads.
+    times=replace(_AVX512.times, few_rows_products=0.5, contended_us=(2.7, 0.0)),
 )
 # With products of bfloat16 in tiles (AMX) beside those of float16.
 _AMX = replace(
@@ -109,6 +110,7 @@ _NEON = replace(
     matmul_gflops={torch.float32: 70.0, torch.float64: 35.0, torch.bfloat16: 180.0, torch.float16: 110.0},
     fused_gflops={torch.float32: 60.0, torch.float64: 30.0, torch.bfloat16: 60.0, torch.float16: 60.0},
     vector_gflops={torch.float32: 30.0, torch.bfloat16: 20.0, torch.float16: 20.0},
+    times=replace(_AVX512.times, contended_us=(0.0, 0.0)),
 )
 _CORES = {
     "avx512": _AVX512,

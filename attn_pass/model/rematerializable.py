@@ -1,5 +1,6 @@
-"""Which expressions come out the same wherever they are computed again: in a kernel's own code, where a product and a
-sum may become one operation and a logarithm another library's.
+"""Which expressions give the same value wherever they are computed again, whatever a kernel's compiler rounds.
+
+In a kernel's own code a product and a sum may become one operation, and a logarithm may be another library's.
 
 A rounding changes a number a little, and what is decided by it a lot: a bucket, a comparison. So integers may decide
 anything, and rounded numbers nothing.

@@ -1,5 +1,7 @@
-"""What programs put around a softmax without changing what it is: row maxima taken off before it, and after it guards
-of fully masked rows, the mask once more, and factors that differ from head to head."""
+"""What programs put around a softmax without changing it: row maxima, guards of fully masked rows, a mask, factors.
+
+Row maxima are subtracted before it. The guards, the mask once more, and factors that differ from head to head follow.
+"""
 
 from __future__ import annotations
 

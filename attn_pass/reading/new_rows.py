@@ -1,4 +1,4 @@
-"""The keys that join those of a cache: what is done to them is done before they enter it."""
+"""The new keys that are written into a cache: how they were made before they entered it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The forms that an attention can take: one file per kernel, each with its conditions, reasons and emission."""
+"""The forms that an attention can take on several kinds of device, and what they share: masks, operands, calls."""

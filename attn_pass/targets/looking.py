@@ -1,4 +1,4 @@
-"""Whether it may be looked into a mask when the program runs: nothing is known of what it keeps before.
+"""Whether a mask of which nothing is known at compile time is inspected when the program runs.
 
 Reductions over a mask that is made outside of the layers and passed in say what of the keys counts. They stay on the
 device, and run once for all attentions that have the same mask. Of a mask that keeps every key they are a loss; so they

@@ -65,19 +65,13 @@ def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any 
     return int(sdpa_flop_count(query, key, value))
 
 
-def flops_by_operator(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Of one call: what the operators that run multiply and add, by their names ("addmm")."""
+def count_flops(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> float:
+    """Of one call: what the operators that run multiply and add."""
     # The counter knows the fused operators of GPUs alone.
     known = {aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention}
     with FlopCounterMode(display=False, custom_mapping=known) as counter:
         run(*inputs)
-    counts: Mapping[Any, int] = counter.get_flop_counts().get("Global", {})
-    return {str(operator).rpartition(".")[2]: float(flops) for operator, flops in counts.items()}
-
-
-def count_flops(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> float:
-    """Of one call, all operators."""
-    return sum(flops_by_operator(run, inputs).values())
+    return float(counter.get_total_flops())
 
 
 def extent(tensor: torch.Tensor) -> int:

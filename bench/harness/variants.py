@@ -96,9 +96,9 @@ class Workshop:
             path = self.folder / f"{_FILES[way]}.pt2"
             with attn_pass.record() as report:
                 module = self.by_hand() if way == PACKAGE_HAND else self.module
-                with torch._inductor.config.patch(freezing=way in PACKAGED_FROZEN):
+                with torch._inductor.config.patch(freezing=way in PACKAGED_FROZEN), torch.no_grad():
                     package(way, module, self.inputs, self.program.dynamic_shapes, path)
-            if report.sites:
+            if way in (PACKAGE_PASS, PACKAGE_PASS_FROZEN):
                 self.reports[way] = report
             self.packages[way] = path, time.perf_counter() - began
         return self.packages[way]

@@ -1,9 +1,9 @@
 """Where the time of whole models goes: `python -m bench breakdown [--json FILE] [--only NAME]`.
 
 The time in products (linear layers and convolutions), in attention and in everything else, and the rates of the first
-two: in stock Inductor and in the pass, both also frozen, in ONNX Runtime and in OpenVINO. The profiler of each system
-measures; torch's shows Inductor's kernels under ``cpp.enable_kernel_profile``. The variants run one after the other, so
-that their times are compared by `python -m bench peers` and not here.
+two: in stock Inductor and in the pass, both also frozen, in ONNX Runtime and in OpenVINO. Times come from each system's
+own profiler; torch's shows Inductor's kernels under ``cpp.enable_kernel_profile``. The variants run one after the
+other, so compare their times with `python -m bench peers`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from attn_pass.measuring.timing import private_caches, why
 from bench.harness import variants as w
-from bench.harness.command import Json, Only, Quick, Rounds, Threads, measured_tables
+from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
+from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
-from bench.harness.floors import Rates, flops_by_operator
-from bench.harness.measure import Tell, child, failed_row, quiet, warm_compiler
+from bench.harness.floors import rates
+from bench.harness.measure import child, failed_row, quiet, warm_compiler
 from bench.harness.programs import Program, Setting, Tensors, doubled, program_of
 from bench.suites import peers
 
 TITLE = "Where the time of whole models goes"
 PRODUCTS, ATTENTION = "products", "attention"
 Parts = Mapping[str, float]
-"""Seconds of one call: in products, in attention, and "all"."""
+"""Of one call, the mean of several: seconds in products, in attention, and in "all"."""
 
 # Operators of torch, and the kernels of Inductor, which are named after the operators they compute.
 _KERNEL = re.compile(r"cpp_fused_\w*(attention|softmax)")
@@ -52,80 +55,100 @@ def part_of(event: str) -> str:
     return next((part for part, names in _OPERATOR if names.search(event)), "")
 
 
-def in_torch(run: Callable[..., Any], inputs: Tensors, rounds: int) -> list[Parts]:
-    """The parts of several calls, by torch's profiler."""
-    calls: list[Parts] = []
+def in_torch(run: Callable[..., Any], inputs: Tensors, rounds: int) -> Parts:
+    """By torch's profiler."""
+    spent: dict[str, float] = defaultdict(float)
     for _ in range(rounds):
-        spent: dict[str, float] = defaultdict(float)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             began = time.perf_counter()
             run(*inputs)
-            spent["all"] = time.perf_counter() - began
+            spent["all"] += time.perf_counter() - began
         for event in profiled.key_averages():
             spent[part_of(event.key)] += event.self_cpu_time_total / 1e6
-        calls.append(spent)
-    return calls
+    return {part: seconds / rounds for part, seconds in spent.items()}
 
 
-def in_onnx_runtime(path: Path, inputs: Tensors, rounds: int) -> list[Parts]:
-    """The mean of the calls after the first, by ONNX Runtime's profiler, which writes one file."""
+def in_onnx_runtime(path: Path, inputs: Tensors, rounds: int) -> Parts:
+    """By ONNX Runtime's profiler, which writes one file; the first call is left out."""
     session = peers.session_of(path, profiled=True)
     run = peers.called(session)
     for _ in range(rounds + 1):
         run(*inputs)
     events = json.loads(Path(session.end_profiling()).read_text())
-    whole = [event for event in events if event.get("name") == "model_run"][1:]
-    began = whole[0]["ts"]
+    calls = [event for event in events if event.get("name") == "model_run"][1:]
     spent: dict[str, float] = defaultdict(float)
+    spent["all"] = sum(event["dur"] for event in calls) / 1e6
     for event in events:
-        if event["cat"] == "Node" and event["ts"] >= began and event["name"].endswith("_kernel_time"):
+        if event["cat"] == "Node" and event["ts"] >= calls[0]["ts"] and event["name"].endswith("_kernel_time"):
             spent[part_of_node(event["args"])] += event["dur"] / 1e6
-    spent["all"] = sum(event["dur"] for event in whole) / 1e6
-    return [{part: seconds / len(whole) for part, seconds in spent.items()}]
+    return {part: seconds / rounds for part, seconds in spent.items()}
 
 
 def part_of_node(node: Mapping[str, Any]) -> str:
-    """What a node of ONNX Runtime belongs to: a product has a matrix of weights, those of attention have none."""
+    """What a node of ONNX Runtime belongs to: a product with weights has one input, since they are packed, or a matrix.
+
+    The two factors of a product of attention have a batch and heads.
+    """
     operator = node["op_name"]
-    if "MatMul" in operator or operator == "Gemm":
-        shapes = [shape for of_input in node["input_type_shape"] for shape in of_input.values()]
-        return PRODUCTS if any(len(shape) == 2 for shape in shapes) else ATTENTION
+    if "MatMul" in operator or "Gemm" in operator:
+        shapes = [shape for of_input in node["input_type_shape"] for shape in of_input.values()][:2]
+        return ATTENTION if len(shapes) == 2 and all(len(shape) > 2 for shape in shapes) else PRODUCTS
     return PRODUCTS if "Conv" in operator else ATTENTION if re.search("Softmax|Attention", operator) else ""
 
 
-def in_openvino(path: Path, inputs: Tensors, rounds: int, precision: str) -> list[Parts]:
-    """The parts of several calls, by OpenVINO's profiler."""
+def in_openvino(path: Path, inputs: Tensors, rounds: int, precision: str) -> Parts:
+    """By OpenVINO's profiler, whose times are means over all calls; the first call is left out."""
     import openvino
 
     model = peers.compiled_by_openvino(openvino.Core().read_model(path), precision, profiled=True)
     nodes = {node.get_friendly_name(): node.get_rt_info() for node in model.get_runtime_model().get_ops()}
-    request = model.create_infer_request()
-    calls: list[Parts] = []
-    arrays = [x.numpy() for x in inputs]
-    request.infer(arrays)
-    for _ in range(rounds):
+    request, arrays = model.create_infer_request(), [x.numpy() for x in inputs]
+
+    def parts() -> dict[str, float]:
         spent: dict[str, float] = defaultdict(float)
-        began = time.perf_counter()
-        request.infer(arrays)
-        spent["all"] = time.perf_counter() - began
         for node in request.profiling_info:
             info = nodes.get(node.node_name, {})
             origins = str(info["originalLayersNames"].value) if "originalLayersNames" in info else ""
             spent[part_of_layer(node.node_type, origins)] += node.real_time.total_seconds()
-        calls.append(spent)
-    return calls
+        return spent
+
+    request.infer(arrays)
+    first, began = parts(), time.perf_counter()
+    for _ in range(rounds):
+        request.infer(arrays)
+    whole = (time.perf_counter() - began) / rounds
+    return {**{part: ((rounds + 1) * s - first[part]) / rounds for part, s in parts().items()}, "all": whole}
 
 
 def part_of_layer(kind: str, origins: str) -> str:
     """What a layer of OpenVINO belongs to: attention that it fuses has a softmax among the nodes it was made of."""
     if kind in ("FullyConnected", "Convolution"):
         return PRODUCTS
-    return (
-        ATTENTION if kind in ("MatMul", "Softmax") or re.search("softmax|attention", f"{kind} {origins}", re.I) else ""
-    )
+    is_attention = kind == "MatMul" or re.search("softmax|attention", f"{kind} {origins}", re.IGNORECASE)
+    return ATTENTION if is_attention else ""
 
 
-def _parts(shop: w.Workshop, way: str, rounds: int) -> list[Parts]:
+class Flops(TorchDispatchMode):
+    """Counts the FLOPs of a program by part while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: dict[str, float] = defaultdict(float)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        operator = func._overloadpacket
+        if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.counted[ATTENTION] += sdpa_flop_count(*(x.shape for x in args[:3]))
+        elif operator in flop_registry:
+            # A linear layer of a slice is a batch of one product.
+            is_product = operator is torch.ops.aten.bmm and args[0].size(0) == 1
+            part = PRODUCTS if is_product else part_of(f"aten::{operator.__name__}")
+            self.counted[part] += flop_registry[operator](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _parts(shop: w.Workshop, way: str, rounds: int) -> Parts:
     dtype, module, inputs = shop.program.dtype, shop.module, shop.inputs
     if way not in (peers.ORT, peers.OPENVINO):
         return in_torch(shop.build(way).run, inputs, rounds)
@@ -153,23 +176,20 @@ def measured(name: str, setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, private_caches(Path(place)), config:
         warm_compiler()
         shop = w.Workshop(program, setting.device, Path(place))
-        counted = flops_by_operator(shop.module, shop.inputs)
-        flops: dict[str, float] = defaultdict(float)
-        for operator, count in counted.items():
-            flops[part_of(f"aten::{operator}")] += count
+        with Flops() as flops:
+            shop.module(*shop.inputs)
         for way in ways_of(program):
             try:
-                calls = _parts(shop, way, setting.rounds)
+                parts = _parts(shop, way, setting.rounds)
             except Exception as error:
                 yield failed_row(name, way, why(error))
             else:
-                yield {"program": name, "way": way, "stage": way, "status": "ok", **row_of(calls, flops)}
+                yield {"program": name, "way": way, "stage": way, "status": "ok", **row_of(parts, flops.counted)}
 
 
-def row_of(calls: list[Parts], flops: Mapping[str, float]) -> Row:
-    """The call of median length, in seconds, and its rates in GFLOP/s."""
-    call = sorted(calls, key=lambda call: call["all"])[len(calls) // 2]
-    row: Row = {part: call.get(part, 0.0) for part in ("all", PRODUCTS, ATTENTION)}
+def row_of(parts: Parts, flops: Mapping[str, float]) -> Row:
+    """Seconds, and rates in GFLOP/s."""
+    row: Row = {part: parts.get(part, 0.0) for part in ("all", PRODUCTS, ATTENTION)}
     row["rest"] = row["all"] - row[PRODUCTS] - row[ATTENTION]
     row["share_of_rest"] = row["rest"] / row["all"]
     for part in (PRODUCTS, ATTENTION):
@@ -190,23 +210,26 @@ COLUMNS = (
     Column("share of everything else", "share_of_rest", ".0%"),
 )
 NOTES = (
-    "Products: linear layers and convolutions, with what a system fuses into them. Attention: its two products and "
-    "what is between them, in stock Inductor the kernels with a softmax. FLOPs are those of the eager program, pairs "
-    "that a mask hides included.",
+    "Products: linear layers and convolutions, with what a system fuses into them. Attention: its two products and its "
+    "softmax, with what a system fuses into them: in stock Inductor the kernels whose name has a softmax, which with "
+    "one query row hold more than attention; in ONNX Runtime neither a mask nor a scale that are nodes of their own.",
+    "FLOPs are those of the eager program, pairs that a mask hides included.",
 )
-
-
-def _tables(only: str, setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
-    table = Table("Products, attention, everything else", COLUMNS, notes=list(NOTES))
-    for program in peers.programs(setting):
-        if only in program.name:
-            table.rows += child(program.name, measured, (program.name, setting), tell)
-            yield table
 
 
 def main(
     json_file: Json = None, quick: Quick = False, only: Only = "", threads: Threads = 2, rounds: Rounds = 5
 ) -> None:
     """Where whole models spend their time: products, attention and everything else, beside other systems."""
+    console = plain_console()
     setting = Setting(threads=threads, rounds=rounds, quick=quick)
-    measured_tables(TITLE, partial(_tables, only), setting, json_file, None)
+    document = started(TITLE, threads=threads, rounds=f"{rounds}, one variant after the other; means")
+    document.run["rates"] = asdict(rates(setting.device))
+    table = Table("Products, attention, everything else", COLUMNS, notes=list(NOTES))
+    document.tables.append(table)
+    for program in peers.programs(setting):
+        if only in program.name:
+            table.rows += child(program.name, measured, (program.name, setting), teller(console))
+            if json_file is not None:
+                document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    finish(console, document, json_file)

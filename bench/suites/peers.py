@@ -1,9 +1,9 @@
 """Whole models beside other systems: `make bench-peers`, or `python -m bench peers` where they are installed.
 
-The models of `python -m bench models`, and in each, beside eager, stock Inductor and the pass, frozen or not: zentorch
-with ``freezing``, as its documentation asks; ONNX Runtime as it is and with its attention fusion; OpenVINO. The same
-number of threads, the same inputs. In float32, and in bfloat16 where the peer computes in it: OpenVINO is given the
-weights in float32 and computes in bfloat16, as it does by default where the processor can.
+The models of `python -m bench models`, and in each, beside eager, stock Inductor and the pass, frozen or not, and as
+frozen packages: zentorch with ``freezing``, as its documentation asks; ONNX Runtime as it is and with its attention
+fusion; OpenVINO. The same number of threads, the same inputs. In float32, and in bfloat16 where the peer computes in
+it: OpenVINO is given the weights in float32 and computes in bfloat16, as it does by default where the processor can.
 """
 
 from __future__ import annotations

@@ -269,6 +269,27 @@ def test_the_frozen_pass_is_compared_with_frozen_stock_and_its_noise() -> None:
     assert all(set(w.FROZEN) <= set(suite.WAYS) for suite in (models, padding, peers))
 
 
+def test_frozen_packages_are_compared_with_the_frozen_stock_package() -> None:
+    rows = [row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 100.0), row(w.STOCK_FROZEN, 70.0), row(w.PACKAGE_FROZEN, 50.0)]
+    rows += [row(w.PACKAGE_FROZEN_AGAIN, 60.0), row(w.PACKAGE_PASS_FROZEN, 40.0)]
+    by_way = {r["way"]: r for r in measure.judged(rows)}
+    assert by_way[w.PACKAGE_FROZEN]["over_stock"] == 2.0
+    assert by_way[w.PACKAGE_PASS_FROZEN]["over_stock"] == 1.25 and by_way[w.PACKAGE_PASS_FROZEN]["noise"] > 0.1
+
+
+@pytest.mark.slow
+def test_a_frozen_package_holds_its_weights_and_says_what_it_took(tmp_path: Path) -> None:
+    make = partial(models.made, models.QUICK["GPT-2, 2 layers, 1 x 128"], torch.float32)
+    shop = w.Workshop(Program("p", make), "cpu", tmp_path)
+    with torch.no_grad():
+        built = [shop.build(way) for way in (w.PACKAGE_PASS_FROZEN, w.PACKAGE_PASS)]
+        want = shop.module(*shop.inputs)
+        assert all(timing.relative_error(candidate.run(*shop.inputs), want) < 1e-4 for candidate in built)
+    frozen, plain = (set(candidate.run.get_constant_fqns()) for candidate in built)
+    assert frozen != plain
+    assert shop.reports[w.PACKAGE_PASS_FROZEN].sites
+
+
 def test_without_frozen_stock_the_frozen_pass_is_compared_with_stock() -> None:
     rows = [row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 100.0), row(w.PASS_FROZEN, 50.0)]
     assert measure.judged(rows)[-1]["over_stock"] == 2.0

@@ -50,7 +50,12 @@ _TASK = 50_000.0
 _PACKED = 25.0  # an element of keys or values that is packed
 _ROW = 20.0  # an element of a row of the query or the result
 _WIDE = 0.85  # of the gain with head dims over 128
-_FEW_KEYS = 0.6  # of the gain where a panel is not half full; in bfloat16 torch's kernel is as slow
+# Of the gain where a panel is not half full. On processors with products of bfloat16 (Zen 4) float32 keeps more, by
+# bare calls on one and two threads, and in bfloat16 torch's kernel is as slow.
+_FEW_KEYS = 0.6
+_FEW_KEYS_ON: Mapping[str, Mapping[torch.dtype, float]] = {
+    "avx512_bf16": {torch.float32: 0.75, torch.bfloat16: 1.0, torch.float16: 1.0}
+}
 # With few rows: a byte of keys or values, a product, a score, and a row whatever the keys.
 _FEW_BYTE, _FEW_PRODUCT, _FEW_SCORE, _FEW_ROW = 2.8, 1.4, 60.0, 6500.0
 _FEW_TAIL, _LANES = 1.8, 16  # so much more where head dims end within a vector
@@ -79,8 +84,8 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
         gain /= _GAINS["avx512"][problem.dtype]
     elif max(problem.head_dim, problem.value_dim) > 128:
         gain *= _WIDE
-    elif problem.kv_len <= _HALF_PANEL and (problem.dtype == torch.float32 or device.instruction_set != "avx512_bf16"):
-        gain *= _FEW_KEYS
+    elif problem.kv_len <= _HALF_PANEL:
+        gain *= _FEW_KEYS_ON.get(device.instruction_set, {}).get(problem.dtype, _FEW_KEYS)
     beside = _VECTORS if in_tiles else 1.0
     work = _few(problem, rows, heads, share) if few else _many(problem, rows, heads, share, beside)
     work += beside * share * problem.scores * _each_score(a, problem)

@@ -1,4 +1,4 @@
-"""Which keys the kernel is told an added mask rules out: of 64 that no row keeps it reads neither keys nor values.
+"""Blocks of 64 keys that an added mask hides from every row: the kernel reads neither their keys nor their values.
 
 They are found when the program runs (`attn_pass.targets.given_masks`), once for all sites that have the same mask.
 """

@@ -1,4 +1,4 @@
-"""What the CPU kernel asks of an attention with gradients or dropout, beside what it asks of any."""
+"""What the CPU kernel requires of an attention with gradients or dropout, in addition to what it requires of any."""
 
 from __future__ import annotations
 

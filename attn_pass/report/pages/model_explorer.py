@@ -1,5 +1,8 @@
-"""Graphs with their sites in the JSON format of Model Explorer (google-ai-edge/model-explorer), whose own types are in
-its `graph_builder.py`: nodes in the hierarchy of the modules, sites in colour, with what the report says of them."""
+"""Graphs with their sites in the JSON format of Model Explorer (google-ai-edge/model-explorer).
+
+Its own types are in its `graph_builder.py`: nodes in the hierarchy of the modules, sites in colour, with what the
+report says of them.
+"""
 
 from __future__ import annotations
 

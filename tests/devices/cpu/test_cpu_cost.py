@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from against_eager import NEG_INF, qkv, randn
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices import roofline
 from attn_pass.devices.cpu import facts
 from attn_pass.devices.cpu.family import FAMILY
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.processors import processor
+from attn_pass.devices.roofline import Problem
 
 HALF = torch.bfloat16
 LENGTH = 1024
@@ -247,3 +250,17 @@ def test_few_keys_in_training(dtype: torch.dtype, of: Callable[[str], None]) -> 
         torch._dynamo.reset()
         (site,) = attn_pass.explain(fn, *inputs).sites
         assert (site.target == "cpu_kernel") == is_taken, site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_kernel_takes_longer_a_task_where_two_threads_run(dtype: torch.dtype) -> None:
+    device = processor(2, "avx512_bf16")
+    alone = replace(device, core_times=replace(device.core_times, contended_us=(0.0, 0.0)))
+
+    def more(batch: int) -> float:
+        problem = Problem(batch, 1, batch, 1, 32, 32, 64, 64, dtype)
+        return roofline.fused(device, problem) - roofline.fused(alone, problem)
+
+    assert more(1) == 0
+    each = device.core_times.contended_us[dtype == torch.bfloat16]
+    assert more(64) == pytest.approx(32 * each)

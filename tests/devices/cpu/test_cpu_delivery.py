@@ -111,7 +111,8 @@ def test_the_log_sum_exp_beside_the_result_and_each_alone() -> None:
             assert_close(torch.compile(fn)(*few_rows()), fn(*few_rows()))
 
 
-def test_the_log_sum_exp_in_a_package(tmp_path: Path) -> None:
+@torch._inductor.config.patch("cpp.enable_kernel_profile", True)
+def test_the_log_sum_exp_in_a_package_whose_kernels_a_profile_shows(tmp_path: Path) -> None:
     class Model(nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return both(query, key, value)
@@ -119,7 +120,11 @@ def test_the_log_sum_exp_in_a_package(tmp_path: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(Model(), few_rows())
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
-        assert_close(torch._inductor.aoti_load_package(package)(*few_rows()), both(*few_rows()))
+        run = torch._inductor.aoti_load_package(package)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            got = run(*few_rows())
+    assert_close(got, both(*few_rows()))
+    assert any("cpp_fused_attention" in event.name for event in profile.events() or ())
 
 
 def functions_with(register: str, library: Path) -> set[str]:

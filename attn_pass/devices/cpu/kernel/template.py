@@ -7,6 +7,7 @@ registers the lowering.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from operator import getitem
 from typing import Any
@@ -39,6 +40,7 @@ from attn_pass.devices.cpu.kernel.source import (
 )
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
+_HAS_EVENTS = sys.platform in ("linux", "win32")  # elsewhere Inductor's header of templates declares none
 _NAMES = str(Placeholder.KERNEL_NAME), str(Placeholder.DESCRIPTIVE_NAME)
 """The C++ function's name, the same for all kernels, and the name that a profiler is to show."""
 _SOURCE = """
@@ -101,7 +103,7 @@ class Call(CppTemplate):
                 namespace=namespace_of(self.score, chosen),
                 structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
-                profiled=kernel.maybe_codegen_profile().replace(*_NAMES),
+                profiled=kernel.maybe_codegen_profile().replace(*_NAMES) if _HAS_EVENTS else "",
                 filled=self.filled(kernel, out),
                 call=call_of(dtype, sets, chosen, self.score),
             )
