@@ -69,7 +69,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "rocm.md": {"rules": lambda: table(partial(named.rules_of, "rocm"))},
     "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
     "comparison.md": {
-        "peers": lambda: table(measured.peers),
+        "peers": lambda: table(partial(measured.peers, "peers-cpu")),
+        "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),
         "variants": lambda: table(measured.variants),
     },
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},

@@ -144,8 +144,10 @@ PEERS = (
     ("eager", "eager"),
     ("stock Inductor", "compile, stock"),
     ("frozen", "compile, stock, frozen"),
+    ("frozen package", "AOTInductor, stock, frozen"),
     ("attn_pass", "compile, attn_pass"),
     ("frozen", "compile, attn_pass, frozen"),
+    ("frozen package", "AOTInductor, attn_pass, frozen"),
     ("zentorch, frozen", "compile, zentorch, frozen"),
     ("ONNX Runtime", "ONNX Runtime"),
     ("its attention fusion", "ONNX Runtime, attention fusion"),
@@ -153,15 +155,16 @@ PEERS = (
 )
 
 
-def peers() -> Iterator[str]:
-    """Rows of the table of whole models beside other systems: one for each model."""
-    document = json.loads((RESULTS / "peers-cpu.json").read_text())
+def peers(run: str) -> Iterator[str]:
+    """Rows of the table of whole models beside other systems: one for each model; of the ways that were measured."""
+    document = json.loads((RESULTS / f"{run}.json").read_text())
     by_program: dict[str, dict[str, str]] = {}
     for row in document["tables"][0]["rows"]:
         text = f"{row['median_us'] / 1e3:.0f}" if row["status"] == "ok" else "failed"
         by_program.setdefault(row["program"], {})[row["way"]] = text
-    yield f"| model | {' | '.join(title for title, _ in PEERS)} |"
-    yield "|---|" + "---|" * len(PEERS)
+    measured = [(title, way) for title, way in PEERS if any(way in ways for ways in by_program.values())]
+    yield f"| model | {' | '.join(title for title, _ in measured)} |"
+    yield "|---|" + "---|" * len(measured)
     for program, ways in by_program.items():
-        cells = [ways.get(way, "-") for _, way in PEERS]
+        cells = [ways.get(way, "-") for _, way in measured]
         yield f"| {program} | {' | '.join(cells)} |"

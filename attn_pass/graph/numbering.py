@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects, is_pure
+from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 
 _MOST = 60  # operations that a value is made of
@@ -31,7 +32,7 @@ class Numbers:
         if node in self._known:
             return self._known[node]
         computed = node.op in ("call_function", "call_method") and is_pure(node)
-        if not computed or not depth or "dropout" in str(node.target) or self._effects.mutations(node):
+        if not computed or not depth or may_draw(node) or self._effects.mutations(node):
             return node
         if (at := self._effects.position.get(node)) is None:  # made since the effects were read
             return node

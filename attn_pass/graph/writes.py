@@ -168,7 +168,7 @@ def _method_traits(name: str) -> Traits:
     if name.endswith("_") and not name.endswith("__"):
         return Traits(_writes_first(name), pure=False)
     known = hasattr(torch.Tensor, name)  # streams and events have methods too
-    return Traits(view=name in _VIEWS, pure=known and name not in _IMPURE_METHODS, unknown=not known)
+    return Traits(view=name in _VIEWS, pure=known and name not in (*_IMPURE_METHODS, *RANDOM), unknown=not known)
 
 
 def _overload_traits(target: OpOverload) -> Traits:

@@ -51,10 +51,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor that varies with no key: of the scores a temperature, of the weights a head mask."""
+    """A factor that varies with no key: of the scores a temperature, of the weights a head mask.
+
+    One that ``chooses`` is a condition: what it does not keep is 0, even where it was no number.
+    """
 
     value: Expr
     inverse: bool = False
+    chooses: bool = False
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,10 @@ def reference(
 
     for factor in attention.result_factors:
         number = around.expression(factor.value).unsqueeze(-1)
-        weights = weights / number if factor.inverse else weights * number
+        if factor.chooses:
+            weights = weights.where(number.bool(), 0.0)
+        else:
+            weights = weights / number if factor.inverse else weights * number
 
     pv = Evaluation((*outer, attention.keys, *attention.value_dim), tensors, known)
     value_width = product(pv.shape[width + 1 :])

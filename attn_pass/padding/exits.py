@@ -152,8 +152,9 @@ def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
     arange = understand(source)
     if arange is None or arange.op != "arange" or around.rules.shape(batch) != (around.rows.batch,):
         return None
-    start = {1: 0, 2: arange["bounds"][0]}.get(len(arange["bounds"]))
-    steps = arange.get("start") is not None or arange.get("step", 1) != 1
+    bounds = arange.get("bounds", ())
+    start = {1: 0, 2: bounds[0]}.get(len(bounds)) if bounds else None
+    steps = any(arange.get(name) is not None for name in ("start", "end")) or arange.get("step", 1) != 1
     one_each = around.rules.shape(position) == (around.rows.batch,)
     if start != 0 or steps or not one_each or values[1] is None or values[1].dtype == torch.bool:
         return None

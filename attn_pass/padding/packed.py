@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from attn_pass.compat import sizes_at_run_time
 from attn_pass.graph.effects import is_pure
 from attn_pass.graph.provenance import origin_of
+from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import PROJECTION, Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, product
@@ -103,13 +104,28 @@ class Emitter:
         assert value is not None
         return self.sizes.shape(value)
 
-    def is_contiguous(self, node: Node) -> bool:
-        """Whether the last dimension of a node's tensor is the fastest in memory, and so on; asked without a guard."""
+    def order_in_memory(self, node: Node) -> list[int] | None:
+        """The dimensions of a node's tensor from the slowest in memory to the fastest, asked without a guard.
+
+        Those of size 1 come last. None where elements are apart, or lie over each other.
+        """
         value = tensor_value(node)
         assert value is not None
         shape = self.sizes.shape(value)
         strides = [self.sizes.index(s) for s in value.stride()]
-        return all(size == 1 or strides[d] == product(shape[d + 1 :]) for d, size in enumerate(shape))
+        waiting, order, step = (
+            [d for d, size in enumerate(shape) if size != 1],
+            [d for d, size in enumerate(shape) if size == 1],
+            1,
+        )
+        while waiting:
+            fastest = next((d for d in reversed(waiting) if strides[d] == step), None)
+            if fastest is None:
+                return None
+            waiting.remove(fastest)
+            order.insert(0, fastest)
+            step = product((step, shape[fastest]))
+        return order
 
 
 class Packing:
@@ -261,7 +277,8 @@ class Packing:
         if self._order.get(node, -1) < self._order[self._at]:
             return node
         if node not in copies:
-            if node.op not in ("call_function", "call_method") or not is_pure(node) or not self._is_same_here(node):
+            computed = node.op in ("call_function", "call_method") and is_pure(node) and not may_draw(node)
+            if not computed or not self._is_same_here(node):
                 raise CannotPackError(f"{node.name}, which says which rows are read, is computed too late")
             args, kwargs = mapped(node, lambda n: self._in_front(n, copies))
             copies[node] = self.emit.call(node.target, *args, op=node.op, **kwargs)
@@ -332,12 +349,15 @@ class Packing:
     def unpacked(self, node: Node, layout: Layout, like: Node) -> Node:
         """A packed tensor with all rows in their places, and zeros in the places of those that are not there.
 
-        It is contiguous where ``like`` is, which it stands for: users may see it in another shape.
+        It lies in memory in the order of ``like``, which it stands for: users may see it in another shape.
         """
-        result = self._unpacked(node, layout)
-        if self.emit.is_contiguous(result) or not self.emit.is_contiguous(like):
+        result, order = self._unpacked(node, layout), self.emit.order_in_memory(like)
+        if order is None or self.emit.order_in_memory(result) == order:
             return result
-        return self.emit.call(aten.clone.default, result, memory_format=torch.contiguous_format)
+        is_permuted = order != sorted(order)
+        result = self.emit.call(aten.permute.default, result, order) if is_permuted else result
+        copied = self.emit.call(aten.clone.default, result, memory_format=torch.contiguous_format)
+        return self._back(copied, order if is_permuted else None)
 
     def _unpacked(self, node: Node, layout: Layout) -> Node:
         call = self.emit.call

@@ -49,7 +49,8 @@ class Rewrite:
         self._check(region, state)
         first = self.proof.sites[0]
         emit = Emitter(self.gm, self.sizes, first, self.anchor, self.regions)
-        exits = [e for by_user in self.proof.exits.values() for e in by_user.values()]
+        read = (*self.proof.exits.values(), *self.proof.inside.values())
+        exits = [e for by_user in read for e in by_user.values()]
         value = first_tensor(first)
         assert value is not None
         replaced: list[tuple[Node, Node, Node]] = []
@@ -204,5 +205,6 @@ class Rewrite:
 
 
 def leaves(proof: Proof) -> list[tuple[Node, Node, Exit]]:
-    """Every place where rows leave a region: the value, its user and why that is allowed."""
-    return [(node, user, leaving) for node, by_user in proof.exits.items() for user, leaving in by_user.items()]
+    """Every place where rows are read as no rows: the value, its user and why that is allowed."""
+    read = (*proof.exits.items(), *proof.inside.items())
+    return [(node, user, leaving) for node, by_user in read for user, leaving in by_user.items()]

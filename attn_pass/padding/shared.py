@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects, is_pure
 from attn_pass.graph.numbering import Numbers
+from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.padding.added import added_mask, ancestors
-from attn_pass.padding.rules import plain_name
 from attn_pass.reading.vocabulary import understand
 
 
@@ -65,12 +65,13 @@ def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) ->
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     if not inputs or not needed:
         return
-    state, last = regions.of(computed[0]), inputs[-1]
-    for node in [n for n in graph.nodes if n in needed and n.op != "placeholder"]:
-        if node.op != "get_attr":
-            same = regions.of(node) == state and is_pure(node) and "dropout" not in plain_name(node)
-            if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
-                return
+    last = inputs[-1]
+    state, moved = regions.of(last), [n for n in graph.nodes if n in needed and n.op != "placeholder"]
+    for node in (n for n in moved if n.op != "get_attr"):
+        same = regions.of(node) == state and is_pure(node) and not may_draw(node)
+        if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
+            return
+    for node in moved:
         last.append(node)
         last = node
 

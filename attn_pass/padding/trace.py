@@ -38,6 +38,7 @@ class Proof:
     exits: dict[Node, dict[Node, Exit]]  # by value, then by user
     stops: dict[Node, str] = field(default_factory=dict)  # values whose padding something may see, and what
     others: frozenset[Node] = frozenset()  # attentions of the graph whose keys are of other rows
+    inside: dict[Node, dict[Node, Exit]] = field(default_factory=dict)  # what reads rows as no rows, and is in it
 
     @property
     def sites(self) -> list[Node]:
@@ -196,10 +197,14 @@ def _prove(trace: Trace, exits: dict[Node, dict[Node, Exit]]) -> Proof:
             waiting.append(operand)
     region = {n: layout for n, layout in trace.layouts.items() if n not in seen}
     region = {n: layout for n, layout in region.items() if not _is_of_a_list(n, region)}
-    left = {
-        n: {u: e for u in n.users if u not in region and (e := _exit(trace, exits, n, u)) is not None} for n in region
+    read = {n: {u: e for u in n.users if (e := _exit(trace, exits, n, u)) is not None} for n in region}
+    left = {n: {u: e for u, e in by_user.items() if u not in region} for n, by_user in read.items()}
+    inside = {
+        n: {u: e for u, e in by_user.items() if u in region and not is_inner(trace, n, u)}
+        for n, by_user in read.items()
     }
-    return Proof(trace.group, region, {n: e for n, e in left.items() if e}, stops, trace.crosses)
+    left, inside = ({n: by_user for n, by_user in some.items() if by_user} for some in (left, inside))
+    return Proof(trace.group, region, left, stops, trace.crosses, inside)
 
 
 def _is_of_a_list(node: Node, region: Collection[Node]) -> bool:

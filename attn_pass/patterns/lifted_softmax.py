@@ -19,7 +19,7 @@ from attn_pass.patterns.base import still_held
 from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
 from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, read_sinks, sink_positions
 from attn_pass.patterns.softmax_forms import Softmax
-from attn_pass.patterns.weights import Weights, masked_once, read_weights, without_row_reductions
+from attn_pass.patterns.weights import Weights, deep, masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts
 from attn_pass.reading.operands import OperandForm, operand
 from attn_pass.reading.products import Product
@@ -170,9 +170,12 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
         sink = None if sink is None else apply("mul", sink, Const(c.read.scale))
     score = with_product(reader, walk, product, score)
     plain = not (c.late or beside or above.made_of.zeroed) and c.read.scale == 1
+    lifted = deep(reader, walk, score)  # what differs from key to key as it is loaded may be the same in every row
     if sink is not None:
         check_no_shift(score, above.keys, c.scores_product)
-    plain = plain and (sink is not None or not _has_shift(score, above.keys, c.scores_product))
+        check_no_shift(lifted, above.keys, c.scores_product)
+    shifted = sink is None and any(_has_shift(s, above.keys, c.scores_product) for s in (score, lifted))
+    plain = plain and not shifted
     times = (p.times for p in (c.product, product) if p.times is not None)
     nodes = (*passed, *beside, *reader.instead_of(c.product.node), *times)
     return _Scores(walk, product, at_product, score, sink, plain, nodes)

@@ -36,7 +36,7 @@ def read_sinks(
     """
     sinks: list[Expr] = []
     nodes: dict[Node, None] = {}
-    plain = score
+    plain, without_maximum = score, 0
     for position in positions:
         walk = UseDefWalk(reader, scores.leaf, reader.products, region)
         sink = walk.read(node, position, time)
@@ -46,7 +46,7 @@ def read_sinks(
             if taken == sink.args[1] and isinstance(taken, Load) and taken in scores.loads:
                 chain = maximum_of(reader, scores.loads[taken].written, scores)
                 if chain is not None:
-                    plain, sink = score.args[0], sink.args[0]
+                    plain, sink, without_maximum = score.args[0], sink.args[0], without_maximum + 1
                     nodes |= dict.fromkeys(chain)
         if contains_dot(sink):
             raise Unreadable(_NOT_WHOLE, node)
@@ -54,6 +54,8 @@ def read_sinks(
             raise Unreadable("more than one logit of a row is not a product of queries and keys", node)
         scores.loads |= walk.loads
         sinks.append(sink)
+    if without_maximum not in (0, len(sinks)):
+        raise Unreadable("a maximum is taken off the scores, and not off every logit beside them", node)
     value = tensor_value(node)
     return plain, sinks[0] if len(sinks) == 1 else _as_one(sinks, None if value is None else value.dtype), tuple(nodes)
 

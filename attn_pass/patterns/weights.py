@@ -93,9 +93,9 @@ def _guard_or_mask(
                 weights.guarded = True
                 return inner
         if isinstance(inner, Dot) and keys not in expression_axes(condition) and not _holds_dot(condition):
-            # Of the softmax itself, which is finite: a factor of zero makes NaN of what was divided by zero.
+            # Of the softmax itself: a factor of zero makes NaN of what was divided by zero.
             kept_row = apply("not", condition) if zeroes else condition
-            weights.factors = (Factor(kept_row), *weights.factors)
+            weights.factors = (Factor(kept_row, chooses=True), *weights.factors)
             return inner
         if weights.zeroed is None and not _holds_dot(condition):
             where = deep(reader, use_def, condition)

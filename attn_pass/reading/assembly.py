@@ -82,7 +82,7 @@ class _Sources:
 
     def factors(self, factors: Iterable[Factor]) -> tuple[Factor, ...]:
         """Factors in the same way."""
-        return tuple(Factor(self.expression(f.value), f.inverse) for f in factors)
+        return tuple(replace(f, value=self.expression(f.value)) for f in factors)
 
 
 def assemble(

@@ -110,7 +110,8 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
     indices = [(n, tensor_value(e)) for n, e in enumerate(entries) if isinstance(e, Node)]
     if not indices or any(t is None or t.dtype == torch.bool for _, t in indices):
         return None
-    width = max(t.dim() for _, t in indices if t is not None)
+    keeps_its_place = call.op == "index_select"  # also by an index of no dimensions
+    width = max(int(keeps_its_place), *(t.dim() for _, t in indices if t is not None))
     first, last = indices[0][0], indices[-1][0]
     # The dimensions of index tensors come where they stand, or first when something stands between them.
     lead = first if last - first + 1 == len(indices) else 0
@@ -129,13 +130,13 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
             if index is None and entries == [entry] and (row := _looked_up(reader, node, entry, position, call, depth)):
                 return row
             if index is None and len(indices) == 1:
-                axis = known_rows.row_axis(entry.name, reader.sizes.shape(base)[len(read_at)])
+                axis = known_rows.row_axis(depth, entry.name, reader.sizes.shape(base)[len(read_at)])
                 indexed, index = (axis, number), axis_index(axis)
             if index is None or not is_nonnegative(index):
                 return None
             read_at.append(index)
     element = reader.element(source, (*read_at, *rest), time, depth + 1)
-    return element if indexed is None else _of_row(element, *indexed, from_the_end=call.op != "index_select")
+    return element if indexed is None else _of_row(element, *indexed, from_the_end=not keeps_its_place)
 
 
 def _of_row(element: Expr, row: Axis, number: Expr, *, from_the_end: bool) -> Expr | None:
@@ -154,6 +155,8 @@ def _looked_up(
     if not isinstance(table, Node) or not isinstance(index, Node) or rows is None or fake is None:
         return None
     if fake.dtype == torch.bool or fake.is_complex() or reader.effects.mutations(table):
+        return None
+    if rows.dim() == 0:
         return None
     row = reader.element(index, position[: rows.dim()], reader.order[node], depth + 1)
     if as_index(row) is not None or loads(row):

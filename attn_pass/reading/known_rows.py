@@ -28,9 +28,9 @@ def from_the_front(value: Expr, size: Index) -> Expr:
     return apply("where", apply("lt", value, Const(0)), apply("add", value, index_value(size)), value)
 
 
-def row_axis(name: str, size: Index) -> Axis:
-    """An axis for the row that is taken, whose number is not known yet."""
-    return Axis(f"row of {name}", size)
+def row_axis(depth: int, name: str, size: Index) -> Axis:
+    """An axis for the row that is taken, whose number is not known yet; rows of rows are taken at other depths."""
+    return Axis(f"row {depth} of {name}", size)
 
 
 def _in_sum(index: Index, axis: Axis, value: Expr) -> Expr | None:

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Const, Expr, apply, loads
-from attn_pass.model.operations import OPERATIONS
-from attn_pass.reading.dtype_range import leaves_the_type, wraps_in_comparison
+from attn_pass.model.operations import COMPARISONS, OPERATIONS
+from attn_pass.reading.dtype_range import WRAPPING, leaves_the_type, wraps_in_comparison
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
@@ -45,7 +45,10 @@ def _expression(node: Node, call: Call, position: Position, read: ReadOperand) -
         return special(node, call, at)
     if call.op not in OPERATIONS:
         raise Unreadable(f"{call.op} is not pointwise", node)
-    return apply(call.op, *map(at, POINTWISE[call.op]))
+    result, value = apply(call.op, *map(at, POINTWISE[call.op])), tensor_value(node)
+    if call.op in COMPARISONS and value is not None and value.dtype != torch.bool:  # in place, or by out=
+        return apply("cast", result, dtype=value.dtype)
+    return result
 
 
 _At = Callable[[str], Expr]  # the operand of that name, at the element's position
@@ -56,6 +59,10 @@ def _sum(node: Node, call: Call, at: _At) -> Expr:
     left, right, alpha = at("input"), at("other"), call.get("alpha", 1)
     if call.op == "rsub":
         left, right = right, left
+    right_name = "input" if call.op == "rsub" else "other"
+    value, operand = tensor_value(node), tensor_value(call[right_name])
+    if value is not None and operand is not None and operand.dtype in WRAPPING:
+        right = apply("cast", right, dtype=value.dtype)  # before its sign changes
     if alpha != 1:
         if not isinstance(alpha, (int, float)):
             raise Unreadable("a symbolic alpha", node)

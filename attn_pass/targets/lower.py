@@ -64,6 +64,8 @@ class Lowering:
         other = self.scalar(factor.value)
         if other is None:
             other = self.expression(factor.value, groups)
+        if factor.chooses:
+            return self.plan.call(aten.where.ScalarOther, other, value, 0)
         dtype = fake_of(value).dtype
         value = self.plan.call(aten.div.Tensor if factor.inverse else aten.mul.Tensor, value, other)
         return value if fake_of(value).dtype == dtype else self.plan.call(aten.to.dtype, value, dtype)
