@@ -24,11 +24,10 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
 
     # torch's own wrapper also sets what CUDA graphs need in the environment.
     patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
-    if options.shield:
-        from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
+    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
 
-        slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
-        patches.update(shield_patches(slots, options))
+    slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
+    patches.update(shield_patches(slots, options))
     if options.timeline:
         from attn_pass.entries.timeline import SLOT, ranges
 

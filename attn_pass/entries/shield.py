@@ -77,13 +77,17 @@ class Unshield(CustomGraphPass):
 def shield_patches(slots: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Inductor config patches that add the shield to what the two joint slots hold.
 
+    Without the shield its second pass, which then has nothing to do, still tells Inductor's caches which kernels the
+    graph was lowered by.
+
     Args:
         slots: current values of `joint_custom_pre_pass` and `joint_custom_post_pass`; what others put there stays.
         options: the user's.
     """
     before = without(slots.get(PRE_SLOT), (Shield,))
     after = without(slots.get(POST_SLOT), (Unshield,))
-    return {PRE_SLOT: slot_of([*before, Shield(options)]), POST_SLOT: slot_of([Unshield(), *after])}
+    patches = {POST_SLOT: slot_of([Unshield(), *after])}
+    return {PRE_SLOT: slot_of([*before, Shield(options)]), **patches} if options.shield else patches
 
 
 # ---- Inductor's slots for custom passes: one callable on torch 2.11, also a list of them on 2.13 ----

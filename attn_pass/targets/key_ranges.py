@@ -10,6 +10,8 @@ from attn_pass.graph.edit import Value, aten, fake_of
 from attn_pass.model.expression import Expr, expression_axes
 from attn_pass.targets.lower import Lowering
 
+_FAR = 1 << 62  # behind any key: the largest number of int64, which means that all are valid, has no successor
+
 
 def first_key(lower: Lowering, bounds: Sequence[Expr]) -> Value | None:
     """The first key that any row of a batch entry may keep, int64, (B,) or (1,); None without bounds.
@@ -22,7 +24,9 @@ def first_key(lower: Lowering, bounds: Sequence[Expr]) -> Value | None:
 def end_of_keys(lower: Lowering, bounds: Sequence[Expr]) -> Value | None:
     """One past the last key that any row may keep, the same way; ``bounds`` are those of `ValidRange.last`."""
     last = _reduced(lower, [for_batch(lower, e, aten.amax.default) for e in bounds], aten.minimum.default)
-    return None if last is None else lower.plan.call(aten.add.Tensor, last, 1)
+    if last is None:
+        return None
+    return lower.plan.call(aten.add.Tensor, lower.plan.call(aten.clamp_max.default, last, _FAR), 1)
 
 
 def for_batch(lower: Lowering, value: Expr, extreme: Callable[..., object]) -> Value:

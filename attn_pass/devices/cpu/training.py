@@ -97,10 +97,10 @@ def fill_that_counts(a: Attention, setting: Setting) -> float | None:
         return _LOWEST if a.dropout else None
     if not gives_apart(a):
         return None
-    fill = float(torch.tensor(a.mask.keep.fill, dtype=a.score_dtype))
     # As the bias has it (`masks.additive_mask`), so that the two keep their order.
-    in_half = a.score_dtype == torch.float16 and fill / a.rescaled <= torch.finfo(torch.float16).min / 2
-    return fill * HALF_ABSORBS if in_half else fill
+    before = torch.tensor(a.mask.keep.fill / a.rescaled, dtype=a.score_dtype)
+    in_half = a.score_dtype == torch.float16 and float(before) <= torch.finfo(torch.float16).min / 2
+    return float(before.float() * HALF_ABSORBS) if in_half else a.mask.keep.fill
 
 
 def bounds_beside(a: Attention, setting: Setting, fill: float | None) -> Bounds:

@@ -134,11 +134,27 @@ def test_text_that_is_not_a_score_function_is_not_compiled(text: str) -> None:
         scores.checked(text)
 
 
+def test_kernels_with_and_without_tiles_fit_in_one_file(tmp_path: Path) -> None:
+    """Float32 has no use for tiles, and stands in front of bfloat16, which has."""
+    calls = ((torch.float32, source.everywhere(False)), (torch.bfloat16, source.everywhere(True)))
+    text = "".join(
+        f"#ifndef {source.namespace_of(sets, '')}_h\n#define {source.namespace_of(sets, '')}_h\n"
+        f"{source.kernel_source(sets)}\n#endif\nvoid run{n}({source.namespace_of(sets, '')}::Args& args) {{\n"
+        f"{source.call_of(dtype, sets)}\n}}\n"
+        for n, (dtype, sets) in enumerate(calls)
+    )
+    file = tmp_path / "both.cpp"
+    file.write_text(text)
+    command = [build.compiler(), "-std=c++17", "-fsyntax-only", "-w", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
     """A package is one: everything is named by its function."""
     sets = source.ALL[-1:]
     text = "".join(
-        f"{source.kernel_source(sets, score)}\nvoid run{n}({source.namespace_of(score)}::Args& args) {{\n"
+        f"{source.kernel_source(sets, score)}\nvoid run{n}({source.namespace_of(sets, score)}::Args& args) {{\n"
         f"{source.call_of(torch.float32, sets, score=score)}\n}}\n"
         for n, score in enumerate(("", SCORE))
     )

@@ -378,8 +378,8 @@ inline void divide(Back& j) {
     if (!j.given.summed[t].stride[1]) heads_are_summed = heads_are_summed || j.elements[t] * a.HK > PARTIAL;
   }
   j.head_parts = heads_are_summed ? 1 : a.HK;
-  j.batch_parts = a.B;
-  if (most) j.batch_parts = std::min({a.B, blocks_of(2 * TASKS, j.head_parts), std::max<i64>(1, PARTIAL / most)});
+  j.batch_parts = std::max<i64>(1, a.B);
+  if (most) j.batch_parts = std::min({j.batch_parts, blocks_of(2 * TASKS, j.head_parts), std::max<i64>(1, PARTIAL / most)});
   const i64 wanted = blocks_of(TASKS, j.batch_parts * j.head_parts);
   j.splits = std::max<i64>(1, std::min(wanted, j.panels / BACK_PANELS));
   j.panels_each = std::max<i64>(1, blocks_of(j.panels, j.splits));

@@ -102,7 +102,9 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
     # One file for each type: the compiler takes seconds, and most programs have one.
     sets = of_this_machine(in_tiles(dtype, kernel, trains=trains))
     body = call_of(dtype, sets, kernel, score)
-    cast_line = f"const auto& args = *static_cast<const {namespace_of(score, kernel)}::{arguments_of(kernel)}*>(given);"
+    cast_line = (
+        f"const auto& args = *static_cast<const {namespace_of(sets, score, kernel)}::{arguments_of(kernel)}*>(given);"
+    )
     function = f'extern "C" void attend(const void* given) {{\n  {cast_line}\n{body}\n}}\n'
     text = f"{kernel_source(sets, checked(score) if score else score, kernel)}\n{function}"
     command = (compiler(), *_FLAGS)

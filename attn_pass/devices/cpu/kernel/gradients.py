@@ -125,8 +125,8 @@ def _backward(
 ) -> list[Tensor]:
     by_name = _call(*values) | more
     outputs = {name: gradient_like(name, by_name) for name in wanted}
-    query, key, value = (by_name[name] for name in _OPERANDS)
-    if 0 in (*query.shape, *key.shape, *value.shape):
+    query, key = (by_name[name] for name in _OPERANDS[:2])
+    if 0 in (*query.shape[:3], *key.shape[:3]):
         return [x.zero_() for x in outputs.values()]
     args = _BackwardArgs(
         a=arguments(**by_name),

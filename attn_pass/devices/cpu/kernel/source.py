@@ -122,9 +122,13 @@ _END = """
 """
 
 
-def namespace_of(score: str, kernel: str = "attend_type") -> str:
-    """The namespace everything lies in: one for each score function and direction, since a package is one file."""
+def namespace_of(sets: Sequence[InstructionSet], score: str, kernel: str = "attend_type") -> str:
+    """The namespace everything lies in, since a package is one file: one for each score function and direction.
+
+    And for each choice of instruction sets: those with tiles are left out of a kernel that has no use for them.
+    """
     outer = f"{_OUTER}_back" if kernel == BACKWARD else _OUTER
+    outer = f"{outer}_tiles" if any(s.has_tiles for s in sets) else outer
     return f"{outer}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else outer
 
 
@@ -147,7 +151,7 @@ def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel:
         undefined = "".join(f"#undef {name.split('(')[0]}\n" for name in names)
         body = f"{defined}{body}\n{undefined}"
     joined = "\n".join((_text("common.hpp"), body, _text("dispatch.hpp")))
-    return joined.replace(_OUTER, namespace_of(score, kernel))
+    return joined.replace(_OUTER, namespace_of(sets, score, kernel))
 
 
 def call_of(
@@ -167,7 +171,7 @@ def call_of(
         *cases,
         "  }",
     ]
-    return "\n".join(lines).replace(_OUTER, namespace_of(score, kernel))
+    return "\n".join(lines).replace(_OUTER, namespace_of(sets, score, kernel))
 
 
 def _begin(which: InstructionSet) -> str:

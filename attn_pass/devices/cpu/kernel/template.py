@@ -100,7 +100,7 @@ class Call(CppTemplate):
                 outputs={"out": out} if is_wanted(out) else {},
                 sizes=self._sizes(),
                 kernel_source=kernel_source(sets, self.score, chosen),
-                namespace=namespace_of(self.score, chosen),
+                namespace=namespace_of(sets, self.score, chosen),
                 structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
                 profiled=kernel.maybe_codegen_profile().replace(*_NAMES) if _HAS_EVENTS else "",
