@@ -154,3 +154,10 @@ def test_a_changed_cpu_kernel_is_another_identity(monkeypatch: pytest.MonkeyPatc
     for module, name in ((source, "identity"), (shield_file, "_identity")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # as it is without what was kept
     assert Shield(Options()).uuid() != before
+
+
+def test_without_the_shield_inductors_caches_still_know_the_kernels() -> None:
+    """A graph names the operator alone: other kernels than those it was lowered by would run from the cache."""
+    patches = shield_patches({}, Options(shield=False))
+    (only,) = (graph_pass for slot in patches.values() for graph_pass in passes_of(slot))
+    assert isinstance(only, Unshield) and only.uuid() == Unshield().uuid()

@@ -239,3 +239,20 @@ def test_a_tangent_of_torch_func_is_not_dropped(call: Any) -> None:
         with pytest.raises(NotImplementedError, match="use reverse mode"):
             derivative()
     call(query, key, value, 0.3)
+
+
+@pytest.mark.slow
+def test_an_empty_batch_has_a_compiled_backward() -> None:
+    q, k, v = (torch.randn(0, 2, 20, 16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 20, 20, requires_grad=True)
+    run = torch.compile(lambda q, k, v, bias: FORWARD(q, k, v, 0.3, bias=bias)[0], dynamic=False)
+    grads = torch.autograd.grad(run(q, k, v, bias).sum(), [q, k, v, bias])
+    assert [tuple(g.shape) for g in grads[:3]] == [(0, 2, 20, 16)] * 3
+    assert torch.equal(grads[3], torch.zeros(2, 20, 20))
+
+
+def test_values_have_gradients_where_queries_have_no_dimensions() -> None:
+    q, k = (torch.randn(1, 2, 5, 0, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 2, 5, 8, requires_grad=True)
+    (got,) = torch.autograd.grad(FORWARD(q, k, v, 0.3)[0].sum(), [v])
+    torch.testing.assert_close(got, torch.ones(1, 2, 5, 8))

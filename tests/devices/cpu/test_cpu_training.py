@@ -328,3 +328,24 @@ def test_in_bfloat16_a_learned_bias_is_left_but_for_many_keys() -> None:
         operands = qkv(1, 8, length, length, dim=64, dtype=torch.bfloat16, grad=True)
         bias = randn(1, 8, length, length, dtype=torch.bfloat16, grad=True)
         assert chosen(biased, *operands, bias).target == target
+
+
+@pytest.mark.parametrize(("dtype", "after"), [(torch.float16, 0.5), (torch.bfloat16, 40**-0.5)])
+def test_a_fill_and_a_bias_that_mask_a_row_together_keep_their_order(dtype: torch.dtype, after: float) -> None:
+    """Where scores are multiplied after both, either masks as much as the other, as in eager."""
+    torch.manual_seed(0)
+    lowest = torch.finfo(dtype).min
+    q, k, v = (torch.randn(1, 2, 70, 16, dtype=dtype) for _ in range(3))
+    bias, hidden = torch.zeros(70, 70, dtype=dtype), torch.zeros(70, 70, dtype=torch.bool)
+    bias[3, ::2], hidden[3, 1::2] = lowest, True
+
+    def program(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return ((q @ k.mT + bias).masked_fill(hidden, lowest) * after).softmax(-1) @ v
+
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    with attn_pass.record() as report:
+        got = torch.compile(program, backend=backend)(q.requires_grad_(), k, v, bias)
+    assert [site.target for site in report.sites] == ["cpu_kernel"]
+    want = v.double().mean(2)  # all keys are masked alike
+    assert (got[:, :, 3].double() - want).abs().max() < 5e-3

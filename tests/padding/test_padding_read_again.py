@@ -1,0 +1,188 @@
+"""Encoders that a reader of the code thought up, whose padding was taken out wrongly: each keeps eager's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+B, L, H, E = 4, 24, 2, 16
+IDS = torch.arange(B * L).view(B, L) % 50
+MASK = (torch.arange(L) < torch.tensor([24, 5, 11, 1])[:, None]).long()
+
+
+class Encoder(nn.Module):
+    """Embeddings and attention layers; what is made of them is a subclass's."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm = nn.Embedding(50, E), nn.LayerNorm(E)
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(E, E) for _ in range(4)) for _ in range(layers))
+
+    def attend(self, layer: int, rows: Tensor, keys: Tensor, keep: Tensor) -> Tensor:
+        parts: Any = self.layers[layer]
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one, x in zip(parts, (rows, keys, keys)))
+        y = F.scaled_dot_product_attention(q, k, v, keep.bool()[:, None, None, :])
+        return parts[3](y.transpose(1, 2).reshape(B, L, E))  # type: ignore[no-any-return]
+
+
+class TwoMasks(Encoder):
+    """The second layer reads the embeddings, which are rows of the first one, under a mask of its own."""
+
+    def forward(self, ids: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+        x = self.words(ids)
+        y = x + self.attend(0, self.norm(x), self.norm(x), mask)
+        return (y + self.attend(1, self.norm(y), x, other))[:, 0]
+
+
+class Frozen(Encoder):
+    """Features without gradients, of which the mask is made, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            features = torch.tanh(self.norm(x))
+            keep = features[..., 0] > -0.3
+        y = features + self.attend(0, features, features, keep)
+        return (y * keep[..., None]).sum(1)
+
+
+class Gated(Encoder):
+    """A mask that is computed by a product under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            keep = (self.layers[0][0](x)[..., 0] > 0) | (torch.arange(L) == 0)  # type: ignore[index]
+            y = x + self.attend(0, x, x, keep)
+            return (y * keep[..., None]).sum(1)
+
+
+class Drawn(Encoder):
+    """A result that reads rows drawn at random."""
+
+    def __init__(self, draw: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x, there = self.rows(ids, mask), self.draw()
+        return (x * there[..., None]).sum(1), there
+
+    def rows(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        return x + self.attend(0, x, x, mask)
+
+
+class DrawnTwice(Encoder):
+    """A mask of its own in each layer, drawn alike."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        masks = [mask.bool() & (torch.full((B, L), 0.5).bernoulli() > 0) | (torch.arange(L) == 0) for _ in range(2)]
+        return self.given(ids, masks), *masks
+
+    def given(self, ids: Tensor, masks: list[Tensor]) -> Tensor:
+        x = self.words(ids)
+        for layer, keep in enumerate(masks):
+            x = x + self.attend(layer, x, x, keep)
+        return x[:, 0]
+
+
+class Permuted(Encoder):
+    """Rows whose other dimensions lie in another order, and are seen as one afterwards."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.attend(0, x, x, mask)
+        return x.view(B, L, H, E // H).transpose(2, 3)[:, 0].transpose(1, 2).view(B, E)
+
+
+class ByName(Encoder):
+    """One position of each sequence, where the sequences are counted by arguments with names."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.attend(0, x, x, mask)
+        return x[torch.arange(start=0, end=B), mask.sum(1) - 1]
+
+
+def compiled(model: nn.Module, backend: str = "eager") -> Any:
+    torch._dynamo.reset()
+    wrapped = attn_pass.wrap(backend, choose="fused", targets=("cpu_kernel",), on_error="raise")
+    return torch.compile(model, backend=wrapped, fullgraph=True)
+
+
+def step(model: nn.Module, run: Any, *inputs: Tensor) -> dict[str, Tensor | None]:
+    """The result of a training step and all gradients."""
+    model.zero_grad()
+    given = [x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    result = run(*given)
+    result.float().square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"result": result.detach(), **{f"input {n}": x.grad for n, x in enumerate(given)}, **grads}
+
+
+def test_keys_of_a_cross_attention_within_the_region_are_those_of_its_own_mask() -> None:
+    other = (torch.arange(L) < torch.tensor([24, 20, 20, 20])[:, None]).long()
+    model, inputs = TwoMasks(2), (IDS, MASK, other)
+    with attn_pass.record() as report:
+        got = step(model, compiled(model), *inputs)
+    wide = copy.deepcopy(model).double()
+    want = step(wide, wide, *inputs)
+    assert "packed" in [region.outcome for region in report.regions]
+    for name, value in got.items():
+        assert value is None or torch.allclose(value.double(), want[name], atol=1e-4), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_mask_made_without_gradients_stays_without_them(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = Frozen(), torch.randn(B, L, E)
+    got, want = step(model, compiled(model, backend), x), step(model, model, x)
+    assert {name for name, grad in got.items() if grad is None} == {name for name, grad in want.items() if grad is None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_made_under_autocast_is_made_under_it(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Gated().eval(), torch.randn(B, L, E, dtype=dtype)
+    with torch.no_grad():
+        got, want = compiled(model)(x), model(x)
+    assert (got.float() - want.float()).abs().max() < 0.02 * want.float().abs().max()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: F.dropout(torch.ones(B, L), 0.5, True) > 0, lambda: torch.full((B, L), 0.5).bernoulli() > 0],
+    ids=["dropout", "bernoulli"],
+)
+def test_rows_that_a_drawn_mask_reads_are_drawn_once(draw: Callable[[], Tensor]) -> None:
+    model = Drawn(draw).eval()
+    with torch.no_grad():
+        got, there = compiled(model)(IDS, MASK)
+        want = (model.rows(IDS, MASK) * there[..., None]).sum(1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_two_masks_that_are_drawn_alike_are_two() -> None:
+    model = DrawnTwice(2).eval()
+    with torch.no_grad():
+        got, *masks = compiled(model)(IDS, MASK)
+        assert not torch.equal(*masks)
+        torch.testing.assert_close(got, model.given(IDS, masks), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Permuted, ByName])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_results_are_eagers(model: type[Encoder], backend: str) -> None:
+    encoder = model().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(encoder, backend)(IDS, MASK), encoder(IDS, MASK), rtol=1e-4, atol=1e-5)
