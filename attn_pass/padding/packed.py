@@ -113,11 +113,9 @@ class Emitter:
         assert value is not None
         shape = self.sizes.shape(value)
         strides = [self.sizes.index(s) for s in value.stride()]
-        waiting, order, step = (
-            [d for d, size in enumerate(shape) if size != 1],
-            [d for d, size in enumerate(shape) if size == 1],
-            1,
-        )
+        waiting = [d for d, size in enumerate(shape) if size != 1]
+        order = [d for d, size in enumerate(shape) if size == 1]
+        step: Index = 1
         while waiting:
             fastest = next((d for d in reversed(waiting) if strides[d] == step), None)
             if fastest is None:
