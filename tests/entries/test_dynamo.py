@@ -227,7 +227,7 @@ def test_options_that_cannot_be_are_refused(given: dict[str, Any], message: str)
 
 def test_mode_and_options_reach_inductor_and_other_passes_stay() -> None:
     from attn_pass.entries.inductor import inductor_patches
-    from attn_pass.entries.shield import Shield, passes_of
+    from attn_pass.entries.shield import Shield, Unshield, passes_of
 
     def theirs(graph: torch.fx.Graph) -> None: ...
 
@@ -238,7 +238,8 @@ def test_mode_and_options_reach_inductor_and_other_passes_stay() -> None:
     assert patches["max_autotune"] and patches["triton.cudagraphs"] and patches["epilogue_fusion"] is False
     assert passes_of(patches["joint_custom_pre_pass"])[0] is theirs
     assert [type(p) for p in passes_of(own["joint_custom_pre_pass"])] == [Shield]
-    assert bare == {}
+    assert "joint_custom_pre_pass" not in bare
+    assert [type(p) for p in passes_of(bare["joint_custom_post_pass"])] == [Unshield]
 
 
 def test_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

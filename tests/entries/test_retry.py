@@ -77,7 +77,7 @@ def two_sites(wide: tuple[Tensor, ...], narrow: tuple[Tensor, ...]) -> Tensor:
     return first.mean() + attention(*narrow)
 
 
-def qkv(dim: int, length: int = 40, grad: bool = False) -> tuple[Tensor, ...]:
+def qkv(dim: int, length: int = 200, grad: bool = False) -> tuple[Tensor, ...]:
     torch.manual_seed(dim)
     return tuple(torch.randn(2, 2, length, dim, requires_grad=grad) for _ in range(3))
 

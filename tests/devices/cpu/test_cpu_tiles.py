@@ -91,7 +91,7 @@ def test_any_compiler_takes_the_source(knows: bool, tmp_path: Path, monkeypatch:
     if not knows:
         monkeypatch.setattr(source, "_KNOWS_TILES", "0")
     only = [s for s in source.ALL if s.has_tiles]
-    given = "const auto& args = *static_cast<const attn_pass_cpu::Args*>(given);"
+    given = f"const auto& args = *static_cast<const {source.namespace_of(only, '')}::Args*>(given);"
     call = f'extern "C" void run(const void* given) {{\n{given}\n{source.call_of(torch.bfloat16, only)}\n}}\n'
     (tmp_path / "kernel.cpp").write_text(f"{source.kernel_source(only)}\n{call}")
     command = [build.compiler(), "-O1", "-std=c++17", "-w"]
@@ -110,7 +110,7 @@ def test_any_compiler_takes_the_source(knows: bool, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_a_processor_that_is_not_x86_gets_the_compilers_own_vectors(tmp_path: Path) -> None:
     """A package is compiled from the source of all sets, and on ARM there is one of them."""
-    given = "const auto& args = *static_cast<const attn_pass_cpu::Args*>(given);"
+    given = f"const auto& args = *static_cast<const {source.namespace_of(source.ALL, '')}::Args*>(given);"
     call = f'extern "C" void run(const void* given) {{\n{given}\n{source.call_of(torch.bfloat16)}\n}}\n'
     # The system's headers are x86's: the kernel's source follows them.
     headers = "".join(f"#include <{name}>\n" for name in ("algorithm", "cmath", "cstdint", "cstring", "unistd.h"))
