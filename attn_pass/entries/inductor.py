@@ -22,10 +22,10 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
     """Inductor config patches for one compile: those of the mode, the user's over them, and the shield."""
     from torch._inductor import config
 
-    # torch's own wrapper also sets what CUDA graphs need in the environment.
-    patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
     from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
 
+    # torch's own wrapper also sets what CUDA graphs need in the environment.
+    patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
     slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
     patches.update(shield_patches(slots, options))
     if options.timeline:

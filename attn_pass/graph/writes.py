@@ -122,7 +122,7 @@ RANDOM = frozenset(
     }
 )
 
-_IMPURE_METHODS = frozenset({"backward", "register_hook", "retain_grad", "record_stream", "tolist", "numpy"})
+_IMPURE_METHODS = RANDOM | {"backward", "register_hook", "retain_grad", "record_stream", "tolist", "numpy"}
 _PURE_BUILTINS = frozenset({getattr, len, max, min, abs, round, int, float, bool, sum, pow, divmod, slice, tuple, list})
 _PURE_MODULES = frozenset(
     {
@@ -168,7 +168,7 @@ def _method_traits(name: str) -> Traits:
     if name.endswith("_") and not name.endswith("__"):
         return Traits(_writes_first(name), pure=False)
     known = hasattr(torch.Tensor, name)  # streams and events have methods too
-    return Traits(view=name in _VIEWS, pure=known and name not in (*_IMPURE_METHODS, *RANDOM), unknown=not known)
+    return Traits(view=name in _VIEWS, pure=known and name not in _IMPURE_METHODS, unknown=not known)
 
 
 def _overload_traits(target: OpOverload) -> Traits:

@@ -170,12 +170,13 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
         sink = None if sink is None else apply("mul", sink, Const(c.read.scale))
     score = with_product(reader, walk, product, score)
     plain = not (c.late or beside or above.made_of.zeroed) and c.read.scale == 1
-    lifted = deep(reader, walk, score)  # what differs from key to key as it is loaded may be the same in every row
-    if sink is not None:
-        check_no_shift(score, above.keys, c.scores_product)
-        check_no_shift(lifted, above.keys, c.scores_product)
-    shifted = sink is None and any(_has_shift(s, above.keys, c.scores_product) for s in (score, lifted))
-    plain = plain and not shifted
+    # What differs from key to key as it is loaded may be the same for all of them.
+    forms = (score, deep(reader, walk, score)) if plain or sink is not None else ()
+    if sink is None:
+        plain = plain and not any(_has_shift(form, above.keys, c.scores_product) for form in forms)
+    else:
+        for form in forms:
+            check_no_shift(form, above.keys, c.scores_product)
     times = (p.times for p in (c.product, product) if p.times is not None)
     nodes = (*passed, *beside, *reader.instead_of(c.product.node), *times)
     return _Scores(walk, product, at_product, score, sink, plain, nodes)

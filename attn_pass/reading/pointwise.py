@@ -56,11 +56,9 @@ _At = Callable[[str], Expr]  # the operand of that name, at the element's positi
 
 def _sum(node: Node, call: Call, at: _At) -> Expr:
     """``input + alpha * other``, ``input - alpha * other``, and ``other - alpha * input`` of rsub."""
-    left, right, alpha = at("input"), at("other"), call.get("alpha", 1)
-    if call.op == "rsub":
-        left, right = right, left
-    right_name = "input" if call.op == "rsub" else "other"
-    value, operand = tensor_value(node), tensor_value(call[right_name])
+    first, second = ("other", "input") if call.op == "rsub" else ("input", "other")
+    left, right, alpha = at(first), at(second), call.get("alpha", 1)
+    value, operand = tensor_value(node), tensor_value(call[second])
     if value is not None and operand is not None and operand.dtype in WRAPPING:
         right = apply("cast", right, dtype=value.dtype)  # before its sign changes
     if alpha != 1:

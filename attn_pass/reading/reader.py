@@ -168,9 +168,8 @@ class Reader(GraphReader):
         node, position, at = self.through_views(node, position, at, None)
         if (node, position, at) != start and depth < 60:
             return self.element(node, position, at, depth + 1)
-        is_passed = self.caller is not None and node in self.caller.passed
-        if self.caller is not None and is_passed and depth < 60 and self.effects.last_mutation(node, at) is None:
-            caller = self.caller
+        caller = self.caller
+        if caller is not None and node in caller.passed and depth < 60 and self.effects.last_mutation(node, at) is None:
             element = caller.reader.element(caller.passed[node], position, caller.time, depth + 1)
             return element if not loads(element) else self._leaf(node, position)
         literal = self._literal(node, at)

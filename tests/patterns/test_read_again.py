@@ -173,6 +173,23 @@ def test_the_program_keeps_its_meaning(program: Program, given: tuple[Tensor, ..
     assert is_right(program, (*(torch.randn(2, 2, 8, 16) for _ in range(3)), *given), target)
 
 
+def test_a_fully_masked_row_that_is_multiplied_by_its_condition_stays_nan() -> None:
+    """Only a choice takes it out."""
+    if build.missing():
+        pytest.skip("no compiler for the CPU kernel")
+
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return ((q @ k.mT * 0.25).masked_fill(~keep, -INF).softmax(-1) * keep.any(-1, keepdim=True)) @ v
+
+    torch._dynamo.reset()
+    inputs = (*(torch.randn(2, 2, 8, 16) for _ in range(3)), KEEP)
+    backend = attn_pass.wrap("eager", choose="fused", on_error="raise", targets=("cpu_kernel",))
+    with torch.no_grad():
+        got, want = torch.compile(program, backend=backend)(*inputs), program(*inputs)
+    assert want[:, :, 3].isnan().all()
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
 def test_comparisons_in_place_are_numbers() -> None:
     torch.manual_seed(0)
     assert is_right(compared_in_place, tuple(torch.randn(1, 1, 512, 8) for _ in range(3)), "sdpa")
