@@ -29,6 +29,7 @@ it; in a program that is exported to run elsewhere it makes none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -43,7 +44,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.dtype_name import dtype_name
-from attn_pass.model.expression import TRUE, Apply, Expr, expression_axes
+from attn_pass.model.expression import TRUE, Apply, Expr
 from attn_pass.model.index import Axis, product
 from attn_pass.model.structure import row_index
 from attn_pass.model.text import score_mod_source
@@ -64,6 +65,7 @@ from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys
+from attn_pass.targets.operands import dense_last
 from attn_pass.targets.problem import problem_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -147,9 +149,7 @@ class CpuKernel:
         if decided.bounds.rest != TRUE:
             optional["keep"] = _keep_tensor(lower, decided.bounds.rest)
         if a.mask.bias is not None:
-            apart = replace(a, mask=replace(a.mask, keep=None)) if training.gives_apart(a) else a
-            with_mask = Lowering(plan, nodes, apart)
-            optional["bias"] = _learned(lower, setting) if a.mask.bias_is_learned else additive_mask(with_mask, setting)
+            optional["bias"] = _bias(lower, setting)
         if decided.fill is not None:
             optional["fill"] = decided.fill
         if a.dropout:
@@ -157,7 +157,7 @@ class CpuKernel:
         if decided.inspects:
             optional["keep"] = masked_out.keep_of_mask(lower)
         if decided.score:
-            read = [_in_float32(lower, e, lower.mask_groups()) for e in decided.captured]
+            read = [dense_last(plan, _in_float32(lower, e, lower.mask_groups())) for e in decided.captured]
             optional |= {"score": decided.score, "captured": read}
         if a.sink is not None:
             optional["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
@@ -232,15 +232,29 @@ def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
         return call(aten.view.dtype, as_bytes, torch.bool)
 
 
-def _learned(lower: Lowering, setting: Setting) -> Value:
-    """A bias beside a condition that masks, with keys next to each other in memory; once for all that add it."""
-    a, call = lower.attention, lower.plan.call
-    alone = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None)))
-    with lower.plan.sharing():
-        bias = additive_mask(alone, setting)
-        if fake_of(bias).stride(-1) == 1 or expression_axes(a.mask.bias or TRUE) & set(a.batch):
-            return bias
-        return call(aten.clone.default, bias, memory_format=torch.contiguous_format)
+def _bias(lower: Lowering, setting: Setting) -> Value:
+    """What is added to the scores, with keys next to each other in memory; once for all sites that add it."""
+    a = lower.attention
+    alone = a.mask.bias_is_learned or training.gives_apart(a)
+    source = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None))) if alone else lower
+    with nullcontext() if a.needs_grad else lower.plan.sharing():
+        bias = additive_mask(source, setting)
+        return _with_dense_keys(lower.plan, bias, computed_first=setting.runner != "other" and not a.needs_grad)
+
+
+def _with_dense_keys(plan: Plan, bias: Value, *, computed_first: bool) -> Value:
+    """The bias, or a copy where its keys lie apart, as in T5's (L, S, H): the kernel reads vectors of keys.
+
+    Inductor would compute the copy in one loop with its source, and T5's buckets again for each head, which takes three
+    times as long as the source in its own order and a copy of it (seen in torch 2.13.0).
+    """
+    dense = dense_last(plan, bias)
+    if dense is bias or not computed_first:
+        return dense
+    from torch._inductor.inductor_prims import force_stride_order  # as it is: the source becomes a buffer
+
+    strides = [plan.size(plan.sizes.index(s)) for s in fake_of(bias).stride()]
+    return dense_last(plan, plan.call(force_stride_order, bias, strides))
 
 
 def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:

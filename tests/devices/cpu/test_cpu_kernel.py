@@ -14,6 +14,8 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
+from attn_pass.entries.transaction import compile_rewritten
+from attn_pass.options import Runner
 
 Keep = Callable[[Tensor, Tensor], Tensor]
 HALF = (torch.bfloat16, torch.float16)
@@ -77,6 +79,52 @@ def test_bounds_take_no_tensor_of_scores(name: str) -> None:
     with torch.no_grad():
         fn(*qkv(1, 2, 33, 70))
     assert "keep = " not in graphs[-1]
+
+
+def kernel_calls(fn: Callable[..., Tensor], *inputs: Tensor, runner: Runner = "inductor") -> list[torch.fx.Node]:
+    calls: list[torch.fx.Node] = []
+
+    def seen(gm: torch.fx.GraphModule, *_: object) -> torch.fx.GraphModule:
+        calls.extend(n for n in gm.graph.nodes if n.target is torch.ops.attn_pass.attention.default)
+        return gm
+
+    options = attn_pass.Options(choose="fused", targets=("cpu_kernel",))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(fn, backend=lambda gm, given: compile_rewritten(gm, given, options, seen, runner))(*inputs)
+    return calls
+
+
+@pytest.mark.parametrize("runner", ["inductor", "other"])
+def test_a_table_with_heads_last_is_turned_once_for_all_layers(runner: Runner) -> None:
+    """T5 looks its bias up by (row, key) and permutes (L, S, H): an element of it would be read at a time.
+
+    Inductor computes it in its own order first.
+    """
+
+    def layers(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+        bias = F.embedding(distance.clamp(-8, 8) + 8, table).permute(2, 0, 1)[None]
+        for _ in range(2):
+            q = (q @ k.mT + bias).softmax(-1) @ v
+        return q
+
+    inputs = (*qkv(1, 4, 40, 70), randn(17, 4))
+    first, second = (n.kwargs["bias"] for n in kernel_calls(layers, *inputs, runner=runner))
+    assert first is second
+    assert first.target is torch.ops.aten.clone.default
+    assert first.kwargs == {"memory_format": torch.contiguous_format}
+    turned = torch.ops.prims.inductor_force_stride_order.default
+    assert (first.args[0].target is turned) == (runner == "inductor")
+    on_kernel(layers, *inputs, rewritten=2)
+
+
+def test_a_bias_of_rows_alone_is_not_copied() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return (q @ k.mT + bias.mT).tanh().softmax(-1) @ v
+
+    (node,) = kernel_calls(run, *qkv(1, 4, 40, 70), randn(4, 2, 40)[:, :1])
+    assert not any(n.target is torch.ops.aten.clone.default for n in node.graph.nodes)
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:

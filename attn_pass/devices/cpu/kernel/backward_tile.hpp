@@ -115,12 +115,13 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
   for (int c = 0; c < CAPTURED; ++c) totals[c] = zero;
 #endif
   const auto weigh = [&](int n, vec x) __attribute__((always_inline)) {
-    vec score = Isa::mul(x, by);
 #ifdef ATTN_SCORE
-    x = score;
-    score = ATTN_SCORE;
-#endif
+    x = Isa::mul(x, by);
+    vec score = ATTN_SCORE;
     if (row.bias) score = Isa::add(score, bias_at(a, row, key + n, a.S - key - n));
+#else
+    vec score = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
+#endif
     if (a.replaces) score = Isa::keep(u32(passing >> n), score, fill);
     const vec e = exp2_of<T::DEGREE>(Isa::mul(Isa::add(score, top), factor));
     return Isa::keep(u32(word >> n), Isa::mul(e, share), zero);

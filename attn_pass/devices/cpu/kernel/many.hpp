@@ -65,17 +65,17 @@ inline void words_task(const void* job, i64 task) {
   read_words(a, keep, 0, j.panels, j.words + task * j.panels);
 }
 
-// What tensors keep of a panel for a block of rows, computed once: a strip of rows asks for each of them.
+// What truth values keep of a panel for a block of rows, computed once: a strip of rows asks for each of them.
 struct PanelMask {
   bool hides_all, keeps_all;  // of its keys, for every row
 };
 inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel) {
   const Args& a = j.a;
-  if (!j.words || a.replaces) return {false, !a.bias.data && !a.keep.data};
+  if (!j.words || a.replaces) return {false, !a.keep.data};
   u64 any = 0, all = ~u64(0);
   const i64 each = j.word_stride[2] || (j.word_stride[1] && j.group > 1) ? n : 1;
   for (i64 r = 0; r < each; ++r) any |= rows[r].words[panel], all &= rows[r].words[panel];
-  return {!any, !~all && !a.bias.data};
+  return {!any, !~all};
 }
 
 // The distance of two rows of scores; in tiles no multiple of so many bytes that rows share sets of the first cache.
@@ -207,6 +207,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
       i64 from = 0, to = whole_steps(strip.hi - key);
       bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
+      if (full && a.bias.data) full = biases_keep_all(a, rows + strip.row, strip.rows, key);
       if (!full) {
         u64 any = 0, all = ~u64(0);
         for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {

@@ -263,6 +263,7 @@ ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
 // W biases from key on, of which n are there, as floats.
 ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
   const i64 stride = a.bias.stride[3];
+  if (stride == 0) return Isa::set1(element_at(r.bias, 0, a.bias_type));
   if (stride == 1) {
     const float* p = static_cast<const float*>(r.bias) + key;
     const u16* half = static_cast<const u16*>(r.bias) + key;
@@ -273,6 +274,30 @@ ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
   float part[W] = {};
   for (i64 i = 0; i < std::min<i64>(n, W); ++i) part[i] = element_at(r.bias, (key + i) * stride, a.bias_type);
   return Isa::load(part);
+}
+
+// Calls for the type that the bias has, once for many vectors of it.
+template <class Call> ATTN_INLINE auto for_bias_type(const Args& a, const Call& call) {
+  if (a.bias_type == FLOAT32) return call(F32{});
+  if (a.bias_type == BFLOAT16) return call(BF16{});
+  return call(F16{});
+}
+// Whether every key of a whole panel has a bias above -inf in each of some rows; false where that takes more than a look.
+ATTN_INLINE bool biases_keep_all(const Args& a, const Row* rows, i64 count, i64 key) {
+  if (a.bias.stride[3] != 1 || key + PANEL > a.S) return false;
+  return for_bias_type(a, [&](auto type) ATTN_LAMBDA {
+    using B = decltype(type);
+    const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+    u32 kept = ~u32(0);
+    for (i64 r = 0; r < count; ++r) {
+      const auto* p = static_cast<const typename B::st*>(rows[r].bias) + key;
+      // What the row reads next: rows are too far apart for the processor to see it.
+      for (i64 n = 0; n < PANEL; n += 64 / i64(sizeof(*p))) __builtin_prefetch(p + PANEL + n, 0, 2);
+#pragma GCC unroll 4
+      for (i64 n = 0; n < PANEL; n += W) kept &= Isa::above(B::widen(p + n), lowest);
+    }
+    return (kept & ((u64(1) << W) - 1)) == (u64(1) << W) - 1;
+  });
 }
 
 // What a row of `keep` says of a panel, a bit for each key; n of them are there.
@@ -392,11 +417,13 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
   for (int n = 0; n < there; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
-      x = Isa::mul(x, by);
 #ifdef ATTN_SCORE
+      x = Isa::mul(x, by);
       x = ATTN_SCORE;
-#endif
       if (row.bias) x = Isa::add(x, bias_at(a, row, key + n, a.S - key - n));
+#else
+      x = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
+#endif
       if (a.replaces) x = Isa::keep(u32(kept >> n), x, fill);
     }
     x = Isa::keep(u32(word >> n), x, lowest);
@@ -404,6 +431,26 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
     top = Isa::max(x, top);
   }
   return top;
+}
+
+// The same for rows that keep all keys of a panel, where contiguous biases are all there is to do.
+ATTN_INLINE void add_biases(const Args& a, float scale, const Row* rows, i64 count, i64 key, i64 there, float* s, i64 ld, vec* top) {
+  for_bias_type(a, [&](auto type) ATTN_LAMBDA {
+    using B = decltype(type);
+    const vec by = Isa::set1(scale);
+    for (i64 r = 0; r < count; ++r) {
+      const auto* p = static_cast<const typename B::st*>(rows[r].bias) + key;
+      float* at = s + r * ld;
+      vec largest = top[r];
+#pragma GCC unroll 4
+      for (i64 n = 0; n < there; n += W) {
+        const vec x = Isa::fma(Isa::load(at + n), by, B::widen(p + n));
+        Isa::store(at + n, x);
+        largest = Isa::max(x, largest);
+      }
+      top[r] = largest;
+    }
+  });
 }
 
 // ---- the first keys of a panel for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
@@ -458,6 +505,8 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
   const bool done = full && scale.as_they_are;
   score_strip<T>(q, ldq, columns, keys, there, count, done, s, ld, top, next);
   if (done) return;
+  if (full && a.bias.data && a.bias.stride[3] == 1 && key + there <= a.S && !a.has_score && !a.replaces)
+    return add_biases(a, scale.before, rows, count, key, there, s, ld, top);
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
 
