@@ -110,6 +110,8 @@ def rewrite_graph(
         _take_padding_out(run, gm, region, report.sites[known:])
     if options.join_projections != "off" and not checks:
         changed |= _join_projections(run, gm, region)
+    if changed and runner != "other":
+        _settle_operands(run, gm)
     report.seconds += time.perf_counter() - started
     report.graphs += 1
     return changed
@@ -157,6 +159,19 @@ def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
     gm.graph.lint()
     gm.recompile()
     return True
+
+
+def _settle_operands(run: Run, gm: GraphModule) -> None:
+    """What families still change for Inductor; a graph of which that fails stays as it is."""
+    for family in families():
+        try:
+            settled = family.settle_operands(gm.graph, run.sizes)
+        except Exception as error:
+            run.complain(None, f"operands of the {family.name} kernels stay as they are", error)
+        else:
+            if settled:
+                gm.graph.lint()
+                gm.recompile()
 
 
 class _Rewriting:

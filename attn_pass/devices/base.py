@@ -12,12 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from attn_pass.devices import roofline
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.device import Device
 from attn_pass.devices.processors import unknown
 from attn_pass.devices.roofline import Problem
+from attn_pass.graph.values import Sizes
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.targets.base import Setting, Target
@@ -148,6 +150,10 @@ class Family:
 
     def before_inductor(self) -> None:
         """Registers this family's operators with Inductor before it compiles a graph with them."""
+
+    def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
+        """Last edits of a rewritten graph that Inductor compiles, to what its calls read; whether there were any."""
+        return False
 
     def inductor_patches(self, target: str) -> Mapping[str, Any]:
         """Inductor config patches that a graph with this target's code needs."""

@@ -9,17 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from attn_pass.devices import calibration_store
 from attn_pass.devices.base import Family, OnReading
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.cpu import probes
+from attn_pass.devices.cpu.computed_once import compute_once
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
 from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import build, source
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
+from attn_pass.graph.values import Sizes
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.report.units import counted
 from attn_pass.targets.base import Target
@@ -75,6 +78,10 @@ class Cpu(Family):
             from attn_pass.devices.cpu.kernel import gradient_template
 
             del gradient_template  # importing it registers the lowerings
+
+    def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
+        """Parts of masks that are broadcast are computed once."""
+        return compute_once(graph, self.attention_of_packed_rows(), sizes)
 
     def attention_of_packed_rows(self) -> Sequence[Any]:
         """The kernel of our own, in inference and in training."""

@@ -340,3 +340,12 @@ def test_a_head_that_is_one_task_and_rows_that_are_give_the_same(dtype: torch.dt
     assert not finite[0, 8 // kv_heads : 16 // kv_heads, 70:].any()
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     assert ((results[0].double() - exact).abs()[finite] < tolerance).all()
+
+
+@pytest.mark.parametrize("rows", [4, 70])
+def test_roundings_of_many_equal_keys_do_not_add_up(rows: int) -> None:
+    """In one chain over 16,384 keys the error of equal values was 1e-4."""
+    query, key, value = torch.zeros(1, 1, rows, 8), torch.randn(1, 1, 16384, 8), torch.full((1, 1, 16384, 8), 0.7)
+    assert (OPERATOR(query, key, value, 1.0).double() - value[0, 0, 0].double()).abs().max() < 2e-6
+    masked = OPERATOR(query, key, value, 1.0, keep=torch.zeros(1, 1, 1, 16384).bool(), fully_masked="mean")
+    assert (masked.double() - value[0, 0, 0].double()).abs().max() < 2e-7

@@ -256,3 +256,12 @@ def test_values_have_gradients_where_queries_have_no_dimensions() -> None:
     v = torch.randn(1, 2, 5, 8, requires_grad=True)
     (got,) = torch.autograd.grad(FORWARD(q, k, v, 0.3)[0].sum(), [v])
     torch.testing.assert_close(got, torch.ones(1, 2, 5, 8))
+
+
+def test_roundings_of_many_equal_rows_do_not_add_up() -> None:
+    query, key = torch.full((1, 1, 16384, 8), 0.7), torch.zeros(1, 1, 4, 8)
+    value = torch.randn(1, 1, 4, 8, requires_grad=True)
+    FORWARD(query, key, value, 1.0)[0].backward(torch.full((1, 1, 16384, 8), 0.7))
+    expected = torch.full((), 0.7).double() * 16384 / 4
+    assert value.grad is not None
+    assert (value.grad.double() / expected - 1).abs().max() < 2e-6

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
 from torch import Tensor
+from torch._inductor.inductor_prims import force_stride_order
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
@@ -114,8 +115,7 @@ def test_a_table_with_heads_last_is_turned_once_for_all_layers(runner: Runner) -
     assert first is second
     assert first.target is torch.ops.aten.clone.default
     assert first.kwargs == {"memory_format": torch.contiguous_format}
-    turned = torch.ops.prims.inductor_force_stride_order.default
-    assert (first.args[0].target is turned) == (runner == "inductor")
+    assert (first.args[0].target is force_stride_order) == (runner == "inductor")
     on_kernel(layers, *inputs, rewritten=2)
 
 

@@ -34,7 +34,7 @@ ATTN_ONCE void add_transposed(const i32* A, i64 step, const i32* B, i64 ldb, i64
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) c[m][n] = Isa::load(o + m * ldo + n * W);
+    for (int n = 0; n < NR; ++n) c[m][n] = Isa::zero();
   for (i64 k = 0; k < K; ++k) {
     vec b[NR];
 #pragma GCC unroll 4
@@ -49,7 +49,7 @@ ATTN_ONCE void add_transposed(const i32* A, i64 step, const i32* B, i64 ldb, i64
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
+    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, Isa::add(Isa::load(o + m * ldo + n * W), c[m][n]));
 }
 // o[keys][dim] += the transpose of A's first columns times B, of which there are K rows.
 template <bool PAIR> ATTN_INLINE void add_all_transposed(const i32* A, i64 step, const i32* B, i64 ld, i64 K, float* o, i64 keys, i64 dim) {

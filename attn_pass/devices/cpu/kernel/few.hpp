@@ -77,7 +77,7 @@ ATTN_ONCE void add_lying(const i32* p, const typename T::st* v, i64 stride, i64 
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int j = 0; j < NR; ++j) c[m][j] = Isa::load(o + m * ldo + j * W);
+    for (int j = 0; j < NR; ++j) c[m][j] = Isa::zero();
   const bool whole = elements >= NR * W && (!T::PAIR || NR > 1);
   for (i64 k = 0, turn = 0; k < n; k += T::PER_COLUMN, turn = turn + 1 == strips ? 0 : turn + 1) {
     vec x[NR];
@@ -117,7 +117,7 @@ ATTN_ONCE void add_lying(const i32* p, const typename T::st* v, i64 stride, i64 
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int j = 0; j < NR; ++j) Isa::store(o + m * ldo + j * W, c[m][j]);
+    for (int j = 0; j < NR; ++j) Isa::store(o + m * ldo + j * W, Isa::add(Isa::load(o + m * ldo + j * W), c[m][j]));
 }
 template <class T, int MR>
 ATTN_INLINE void add_all_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 dim, i64 strip, i64 strips, float* o, i64 ldo) {

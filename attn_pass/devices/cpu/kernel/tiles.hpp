@@ -565,7 +565,8 @@ void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float*
   }
 }
 
-// Strips of rows, times NR vectors of value columns.
+// Strips of rows, times NR vectors of value columns. The products of these panels are summed before they are added to the
+// row's: over all keys in one chain the roundings would add up.
 template <bool PAIR, int MR, int NR, class Next>
 ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, Next& following) {
   Next next = following;
@@ -573,7 +574,7 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) c[m][n] = Isa::load(o + m * ldo + n * W);
+    for (int n = 0; n < NR; ++n) c[m][n] = Isa::zero();
   for (u32 x = active; x; x &= x - 1) {
     const int panel = __builtin_ctz(x);
     multiply<PAIR, MR, NR>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c, next);
@@ -582,7 +583,7 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
+    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, Isa::add(Isa::load(o + m * ldo + n * W), c[m][n]));
 }
 
 // The natural logarithm of the sum of a row's exponentials; -inf where no key is kept.
@@ -615,7 +616,7 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
   if (!a.out) return;
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
-  float mean[1024];
+  double mean[1024];
   vec by = Isa::set1(share / r.sum * of_left);
   if (r.sum == 0) {  // fully masked
     by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
@@ -634,7 +635,7 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
           for (i64 d = 0; d < n; ++d) mean[d] += T::one(v[s * a.v.stride[2] + (d0 + d) * a.v.stride[3]]);
         for (i64 d = 0; d < n; ++d) {
           st part[W];
-          T::narrow(part, Isa::set1(mean[d] / float(a.S)));
+          T::narrow(part, Isa::set1(float(mean[d] / double(a.S))));
           to[(d0 + d) * stride] = part[0];
         }
       }
