@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -21,13 +21,24 @@ from bench.harness.environment import command, device_name, versions
 from bench.harness.floors import Rates, rates
 from bench.harness.programs import Setting
 
+_T = TypeVar("_T")
+
 Json = Annotated[Path | None, typer.Option("--json", help="Write to this file, and a table next to it.")]
 Against = Annotated[Path | None, typer.Option("--against", help="Compare with an earlier run.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run a few of them, with fewer rounds.")]
-Only = Annotated[str, typer.Option(help="Run only programs whose name contains this.")]
+Only = Annotated[str, typer.Option(help="Run only programs whose name contains this, or one of several: A|B.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=1, help="Number of torch threads.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples per variant.")]
+
+
+def named(only: str, programs: Iterable[_T], name_of: Callable[[_T], str]) -> list[_T]:
+    """The programs that ``--only`` asks for; an error where there are none."""
+    chosen = [p for p in programs if any(part in name_of(p) for part in only.split("|"))]
+    if not chosen:
+        raise typer.BadParameter(f"no program's name contains {only!r}", param_hint="--only")
+    return chosen
+
 
 Tables = Callable[[Setting, Rates, Callable[[str], None]], Iterable[document.Table]]
 

@@ -1,4 +1,4 @@
-"""Where the time of whole models goes: `python -m bench breakdown [--json FILE] [--only NAME]`.
+"""Where the time of whole models goes: `python -m bench breakdown [--json FILE] [--only NAME|NAME]`.
 
 The time in products (linear layers and convolutions), in attention and in everything else, and the rates of the first
 two: in stock Inductor and in the pass, both also frozen, in ONNX Runtime and in OpenVINO. Times come from each system's
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from attn_pass.measuring.timing import private_caches, why
 from bench.harness import variants as w
-from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
+from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, named, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.floors import rates
@@ -223,13 +224,13 @@ def main(
     """Where whole models spend their time: products, attention and everything else, beside other systems."""
     console = plain_console()
     setting = Setting(threads=threads, rounds=rounds, quick=quick)
+    chosen = named(only, peers.programs(setting), attrgetter("name"))
     document = started(TITLE, threads=threads, rounds=f"{rounds}, one variant after the other; means")
     document.run["rates"] = asdict(rates(setting.device))
     table = Table("Products, attention, everything else", COLUMNS, notes=list(NOTES))
     document.tables.append(table)
-    for program in peers.programs(setting):
-        if only in program.name:
-            table.rows += child(program.name, measured, (program.name, setting), teller(console))
-            if json_file is not None:
-                document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    for program in chosen:
+        table.rows += child(program.name, measured, (program.name, setting), teller(console))
+        if json_file is not None:
+            document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
     finish(console, document, json_file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from bench.harness import variants as w
-from bench.harness.command import Against, Device, Json, Only, Quick, Rounds, Threads, measured_tables
+from bench.harness.command import Against, Device, Json, Only, Quick, Rounds, Threads, measured_tables, named
 from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
@@ -24,11 +25,9 @@ def _tables(
 ) -> Iterator[Table]:
     """One table, again and again as it grows."""
     try:
-        programs: list[Program] = [p for p in module.programs(setting) if only in p.name]
+        programs: list[Program] = named(only, module.programs(setting), attrgetter("name"))
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
-    if not programs:
-        raise typer.BadParameter(f"no program's name holds {only!r}", param_hint="--only")
     table = Table(module.TITLE, STANDARD, notes=[LEGEND])
     for program in programs:
         packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()

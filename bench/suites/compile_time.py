@@ -22,7 +22,7 @@ import typer
 
 import attn_pass
 from attn_pass.measuring.timing import private_caches
-from bench.harness.command import Json, Only, Quick, finish, started
+from bench.harness.command import Json, Only, Quick, finish, named, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import child, quiet, warm_compiler
@@ -152,7 +152,7 @@ def main(
 ) -> None:
     """Time cold compiles with stock Inductor and with attn_pass, and the pass's share of them."""
     console = plain_console()
-    names = [name for name in MODELS if only in name][: 1 if quick else None]
+    names = named(only, MODELS, str)[: 1 if quick else None]
     rounds = 1 if quick else rounds
     document = started("Cold compiles of real models", threads=torch.get_num_threads(), rounds=rounds, choose=choose)
     document.tables.append(Table("A cold compile", COLUMNS))

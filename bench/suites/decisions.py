@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ import attn_pass
 from attn_pass.devices import registry
 from attn_pass.devices.cpu import facts
 from attn_pass.report.site import SiteReport
+from bench.harness.command import named
 from bench.harness.environment import command, versions
 from bench.suites import cases, never_slower
 
@@ -176,7 +178,7 @@ def main(
 ) -> None:
     """Record the decisions of the pass, or compare them with a record. Exit status 1: a decision differs."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    asked = [q for q in questions(case_folder, census_folder) if only in q.name]
+    asked = named(only, questions(case_folder, census_folder), attrgetter("name"))
     # The record is of the decisions for one processor, wherever it is compared.
     with patch.object(facts, "instruction_set", lambda: "avx512"):
         now = decided(asked, console)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import attn_pass
 from attn_pass.measuring.timing import compiled, in_turns, relative_error
 from attn_pass.options import LEAVE
 from bench.harness import variants as w
-from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
+from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, named, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.floors import name_of
@@ -279,9 +280,7 @@ def main(
         *((case.name, measured, (case, positions, rounds, threads)) for case in (QUICK if quick else CASES)),
         *((f"generate, {form}", looped, (form, min(rounds, 5), threads)) for form in ("sdpa", "eager")),
     ]
-    for name, function, given in jobs:
-        if only not in name:
-            continue
+    for name, function, given in named(only, jobs, itemgetter(0)):
         rows = child(name, function, given, tell)
         for table in document.tables:
             table.rows += _judged([row for row in rows if row["stage"] == table.title])

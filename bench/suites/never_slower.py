@@ -23,7 +23,7 @@ from attn_pass.measuring.timing import compiled, in_turns, percentile_10
 from attn_pass.options import LEAVE
 from attn_pass.tuning.worker import backend_for
 from bench.harness import document
-from bench.harness.command import Json, Threads, finish, started
+from bench.harness.command import Json, Threads, finish, named, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
@@ -273,7 +273,7 @@ def main(
     """Measure a grid of shapes: stock twice, the pass, and every form that the pass could have taken."""
     console = plain_console()
     tell = teller(console)
-    chosen = [s for s in (_quick(grid()) if quick else grid()) if only in str(s)]
+    chosen = named(only, _quick(grid()) if quick else grid(), str)
     chosen = [s for s in chosen if rows_at_most is None or s.q_len <= rows_at_most][::every]
     kept = {row.get("name"): row for row in document.read(changed).tables[0].rows} if changed is not None else {}
     made = started(f"Never slower than stock{', with tune=True' if tune else ''}", threads=threads, rounds=ROUNDS)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.harness import variants as w
-from bench.harness.command import Against, Json, Only, Quick, Rounds, Threads, measured_tables
+from bench.harness.command import Against, Json, Only, Quick, Rounds, Threads, measured_tables, named
 from bench.harness.document import LEGEND, STANDARD, Column, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
@@ -387,9 +388,7 @@ def share_of_padding(name: str, lengths: str) -> float:
 
 def _tables(only: str, setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
     """One table, again and again as it grows."""
-    chosen = [p for p in programs(setting) if only in p.name]
-    if not chosen:
-        raise typer.BadParameter(f"no program's name holds {only!r}", param_hint="--only")
+    chosen = named(only, programs(setting), attrgetter("name"))
     table = Table(TITLE, COLUMNS, notes=[LEGEND, NOTE])
     for program in chosen:
         rows = run(__name__, [program], tuple(dict.fromkeys((*WAYS, *program.extra))), setting, rates, tell)
