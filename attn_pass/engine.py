@@ -162,16 +162,16 @@ def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
 
 
 def _settle_operands(run: Run, gm: GraphModule) -> None:
-    """What families still change for Inductor; a graph of which that fails stays as it is."""
+    """What families still change for Inductor: each change alone leaves every value as it is."""
     for family in families():
         try:
             settled = family.settle_operands(gm.graph, run.sizes)
         except Exception as error:
             run.complain(None, f"operands of the {family.name} kernels stay as they are", error)
-        else:
-            if settled:
-                gm.graph.lint()
-                gm.recompile()
+            settled = True  # perhaps some of them
+        if settled:
+            gm.graph.lint()
+            gm.recompile()
 
 
 class _Rewriting:

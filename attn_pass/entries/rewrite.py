@@ -35,7 +35,8 @@ def rewrite(
     Args:
         program: a graph whose nodes have fake values in their metadata (Dynamo's, torch.export's), or any GraphModule
             together with example inputs.
-        args: example inputs of a GraphModule, used when its nodes have no metadata.
+        args: example inputs of a GraphModule, used when its nodes have no metadata. They tell whether the program will
+            be trained: for training, call it with gradients enabled and inputs or parameters that require them.
         kwargs: example keyword inputs.
         options: fields of `attn_pass.Options`.
 

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from attn_pass.compat import no_new_guards
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.memory import storages
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.provenance import origin_of
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
@@ -350,9 +351,9 @@ class Plan:
         Users are run on fake values until their strides are what they were: a reshape or a linear layer ends it.
         """
         for user in node.users:
-            name = str(user.target) if user.target in self.any_strides else _plain_name(user)
-            if name is None or depth > _DEPTH or name in _TELLING or _is_in_place(user, name):
-                return True
+            name = str(user.target) if user.target in self.any_strides else torch_name(user)
+            if not name or depth > _DEPTH or name in _TELLING or _is_in_place(user, name):
+                return True  # the graph's output, a write, and code that may look at strides
             if is_metadata_assertion(user):
                 continue
             moved, before = _moved(user, node, new), fake_value(user)
@@ -525,16 +526,6 @@ def erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
 
 _TELLING = frozenset({"as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset"})
 _DEPTH = 12  # operations a change of layout is followed through
-
-
-def _plain_name(user: Node) -> str | None:
-    """The name of an operation of torch; None for the graph's output and for code that may look at strides."""
-    target = user.target
-    if user.op == "output" or isinstance(target, torch._ops.HigherOrderOperator):
-        return None
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.split("::")[1] if target.namespace in ("aten", "prims") else None
-    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
 
 
 def _is_in_place(user: Node, name: str) -> bool:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.values import tensor_value
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, averages, counts_positions, hides_padding, mask_of
-from attn_pass.padding.rules import Rules, plain_name
+from attn_pass.padding.rules import Rules
 from attn_pass.padding.scores import readers
 from attn_pass.reading.vocabulary import Call, understand
 
@@ -68,7 +69,7 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
         return Exit("rows of padding reach scores of their own alone", "nothing", sites=sites)
     if user.op == "call_function" and user.target in around.operators:
         return _as_keys(user, node, layout, around)
-    if plain_name(user) in ("cross_entropy", "nll_loss"):
+    if torch_name(user) in ("cross_entropy", "nll_loss"):
         return _loss(user, node, layout, around)
     call = understand(user)
     rule = None if call is None or call.in_place else _BY_OPERATION.get(call.op)
@@ -77,7 +78,7 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
 
 def _is_of_sizes(user: Node) -> bool:
     """Whether an operation gives sizes of a tensor, and none of its numbers."""
-    if plain_name(user) in _OF_SIZES:
+    if torch_name(user) in _OF_SIZES:
         return True
     return user.target is getattr and len(user.args) > 1 and user.args[1] in ("shape", "ndim")
 

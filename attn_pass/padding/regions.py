@@ -14,6 +14,7 @@ from attn_pass.compat import PACKS_ANY_ROWS
 from attn_pass.devices.device import Device
 from attn_pass.errors import first_line
 from attn_pass.graph.effects import Effects
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes
 from attn_pass.options import Options
@@ -23,7 +24,7 @@ from attn_pass.padding.exits import FINITE, Surroundings
 from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
-from attn_pass.padding.rules import Rules, first_tensor, plain_name
+from attn_pass.padding.rules import Rules, first_tensor
 from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, move_masks_up, share_masks
 from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
@@ -206,7 +207,7 @@ def _stops(trace: Trace, proof: Proof) -> Iterator[str]:
 def _name(node: Node, proof: Proof) -> str:
     if node in proof.crosses:
         return "cross attention"
-    return "attention" if node in proof.group.sites else plain_name(node) or node.name
+    return "attention" if node in proof.group.sites else torch_name(node) or node.name
 
 
 def _location(user: Node) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.index import Index
 from attn_pass.padding.layouts import broadcast
@@ -60,7 +61,7 @@ class Rules:
     def _rule(self, node: Node) -> Rule | None:
         if node.op not in ("call_function", "call_method") or first_tensor(node) is None:
             return None
-        if plain_name(node) == "type_as":  # of the second operand only the type is read; packed, where it has rows
+        if torch_name(node) == "type_as":  # of the second operand only the type is read; packed, where it has rows
             same = all(self.shape(n) == self.shape(node) for n in node.all_input_nodes)
             return self.pointwise(node) if same else None
         call = understand(node)
@@ -74,7 +75,7 @@ class Rules:
                 return self.pointwise(node)
         if node.kwargs.get("inplace") or "out" in node.kwargs:
             return None
-        name = plain_name(node)
+        name = torch_name(node)
         if name in ("layer_norm", "rms_norm"):
             return self._norm(node)
         if name in _REDUCTIONS:
@@ -130,17 +131,6 @@ def first_tensor(node: Node) -> torch.Tensor | None:
     if isinstance(value, (tuple, list)) and value and all(isinstance(v, torch.Tensor) for v in value):
         value = value[0]
     return value if isinstance(value, torch.Tensor) else None
-
-
-def plain_name(node: Node) -> str:
-    """What an operation is called in torch."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name.split("::")[1]) if target.namespace in ("aten", "prims") else ""
-    if isinstance(target, str):
-        return target
-    owner = str(getattr(target, "__module__", None) or "torch")  # torch's functions in C name no module
-    return str(getattr(target, "__name__", "")) if owner.partition(".")[0] in ("torch", "_operator") else ""
 
 
 def _is_pointwise(node: Node, name: str) -> bool:

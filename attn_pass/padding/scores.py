@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from attn_pass.graph.names import torch_name
 from attn_pass.model.index import Index, product
 from attn_pass.padding.layouts import Layout, Rows, broadcast
-from attn_pass.padding.rules import Rules, plain_name
+from attn_pass.padding.rules import Rules
 from attn_pass.reading.vocabulary import understand
 
 _MOST = 200  # operations on the way
@@ -93,7 +94,7 @@ def _has_rows(shape: Sequence[Index], at: _RowDims, rows: Rows) -> bool:
 def _flows(user: Node, node: Node, rules: Rules) -> Iterator[Mapping[int, int]]:
     """For each operand of a product or a look-up that a value is: where its dimensions are in the result."""
     shape, result = rules.shape(node), rules.shape(user)
-    if plain_name(user) == "gather":
+    if torch_name(user) == "gather":
         arguments = dict(zip(("input", "dim", "index"), user.args)) | user.kwargs
         dim = arguments.get("dim")
         if type(dim) is int and node in (arguments.get("input"), arguments.get("index")):

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.index import product
 from attn_pass.padding.added import ancestors, is_called_whole
@@ -21,7 +22,7 @@ from attn_pass.padding.cross import Origins, cross_rule
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
 from attn_pass.padding.masks import Group
-from attn_pass.padding.rules import Rule, first_tensor, plain_name
+from attn_pass.padding.rules import Rule, first_tensor
 from attn_pass.report.places import source_line
 from attn_pass.report.region import IN_RESULT
 
@@ -255,4 +256,4 @@ def what_sees(user: Node) -> str:
         return IN_RESULT
     where = source_line(user.meta)
     location = "" if where.startswith("unknown") else f" ({where})"
-    return f"{plain_name(user) or user.name} may mix rows of padding with others{location}"
+    return f"{torch_name(user) or user.name} may mix rows of padding with others{location}"

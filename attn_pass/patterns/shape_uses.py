@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.random_draws import draws_random_numbers
 from attn_pass.graph.stand_in import ShapeUse, can_stand_in
 from attn_pass.reading.reader import Reader
@@ -58,7 +59,7 @@ _ATTRIBUTES = ("shape", "dtype", "device", "ndim")
 
 def _takes_a_shape(reader: Reader, user: Node, node: Node) -> ShapeUse | None:
     """Whether all that ``user`` takes from ``node`` is its shape, its type or where it lies."""
-    name = _name(user)
+    name = torch_name(user)
     first = user.args[0] if user.args else user.kwargs.get("input", user.kwargs.get("self"))
     mentions = sum(a is node for a in (*user.args, *user.kwargs.values()))
     if mentions != 1 or "out" in user.kwargs:
@@ -87,17 +88,6 @@ def _is_view_for_a_shape(reader: Reader, node: Node, steps: int = 4) -> bool:
     return all(
         _takes_a_shape(reader, u, node) is not None or _is_view_for_a_shape(reader, u, steps - 1) for u in node.users
     )
-
-
-def _name(user: Node) -> str:
-    """The operation's name without its overload, if it is one of torch's."""
-    target = user.target
-    if user.op not in ("call_function", "call_method"):
-        return ""
-    if user.op == "call_method" or isinstance(target, str):
-        return str(target)
-    target = getattr(target, "_overloadpacket", target)
-    return getattr(target, "__name__", "")
 
 
 def _leads_nowhere_else(

@@ -302,7 +302,9 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         overloads = [getattr(target, name) for name in target.overloads()]
         return _row_of(kind, overloads[0]) if all(len(o._schema.arguments) == 1 for o in overloads) else None
     if isinstance(target, torch._ops.OpOverload):
-        packet, overload = target._schema.name.split("::")[1], target._overloadname
+        (namespace, packet), overload = target._schema.name.split("::"), target._overloadname
+        if namespace != "aten":
+            return None
         if overload == "out" or overload.endswith("_out"):
             names = (overload[:-4],) if overload != "out" else ("default", "Tensor")
             rows = [functions[p] for name in names if (p := resolve(f"aten.{packet}.{name}")) in functions]
@@ -312,8 +314,8 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
             if plain in functions:
                 return functions[plain], True
         return None
-    name = getattr(target, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
+    name, owner = getattr(target, "__name__", ""), getattr(target, "__module__", None) or "torch"
+    if name.endswith("_") and not name.endswith("__") and owner.partition(".")[0] == "torch":
         plain = getattr(torch, name[:-1], None)
         if plain in functions:
             return functions[plain], True

@@ -22,9 +22,14 @@ def device_of(context: GraphContext, attention: Attention) -> Device:
 
 
 def made_of(context: GraphContext, described: Described) -> Ancestry | None:
-    """What a site's operands and its mask are made of, where a target asks: on NPUs, for dropout and gradients."""
+    """What a site's operands and its mask are made of, where a target asks: on NPUs, for dropout and gradients.
+
+    And beside a sink, whose gradient a fused kernel may not give.
+    """
     a, run, around = described.attention, context.run, context.around
-    if not family_of(device_of(context, a)).merges_equal_calls or not (a.dropout or run.program == "export"):
+    exported = run.program == "export"
+    asks = family_of(device_of(context, a)).merges_equal_calls and (a.dropout or exported)
+    if not asks and not (exported and a.sink is not None):
         return None
     nodes = (context.now(n) for n in described.nodes)
     effects = {context.gm.graph: context.effects, **{level.graph: level.effects for level in around.levels}}

@@ -16,6 +16,7 @@ from attn_pass.devices import roofline
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.index import axes
 from attn_pass.model.views import Permute
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AFFINE, EMPTY, Attended, Constraint, HasAttention, first_failed
@@ -47,7 +48,7 @@ class Decomposed:
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype
         query = lower.query(dtype)
-        key = lower.key(dtype, expand=False)
+        key = lower.key(dtype, expand=a.dim not in axes(*a.key.index))
         value = lower.value(dtype, expand=False)
         query = plan.call(aten.mul.Scalar, query, a.scale)
         scores: Value = plan.call(aten.matmul.default, query, plan.steps(key, [Permute((0, 1, 3, 2))]))

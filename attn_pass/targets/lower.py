@@ -123,6 +123,9 @@ class Lowering:
             return call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
         if op == "where":
             yes, no = (self._tensor(a) if isinstance(a, float) and self._needs_float64(a) else a for a in args[1:])
+            if isinstance(yes, float) and isinstance(no, float) and torch.get_default_dtype().itemsize < 4:
+                device = self.attention.sources[self.attention.query.source].device
+                yes = call(aten.full.default, [], yes, dtype=torch.float32, device=device)  # else it is of that dtype
             overload = {
                 (True, True): aten.where.self,
                 (False, True): aten.where.ScalarSelf,

@@ -21,6 +21,8 @@ from attn_pass.targets.lower import Lowering, zero_with_gradient
 _LOWEST = torch.finfo(torch.float32).min
 HALF_ABSORBS = 1e30  # times -32752 absorbs any score
 OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers are that were added to a score
+_TIMES_IN_BFLOAT16 = 1e8  # times -1e9 absorbs scores of billions
+_ABSORBS_ANY = -3e30  # times that is beyond float32, and needs no more
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
 
@@ -143,6 +145,8 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
     added = a.mask.bias if over is None else over.bias
     condition = a.mask.condition if over is None else over.condition
+    if added is not None and not (setting.fused_as_written or wants_mask_gradient(a)):
+        added = _absorbing_in_bfloat16(a, added)
     bias: Expr = added if added is not None else Const(0.0)
     if condition is not None and a.mask.keep is not None:
         if added is not None:
@@ -150,17 +154,33 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         fill = _LOWEST if added is None and a.mask.keep.fill != float("-inf") else a.mask.keep.fill
         bias = apply("where", condition, bias, Const(fill))
     mask = lower.expression(bias, groups)
-    dtype = fake_of(mask).dtype
-    if not dtype.is_floating_point:
-        mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
-    elif a.score_dtype == torch.float16 and added is not None and not setting.fused_as_written:
+    if not fake_of(mask).dtype.is_floating_point:
+        wide = torch.float64 if a.score_dtype == torch.float64 else torch.float32
+        mask = plan.call(aten.to.dtype, mask, wide)
+    if a.score_dtype == torch.float16 and added is not None and not setting.fused_as_written:
         mask = _as_in_half(lower, mask)
     else:
         mask = _in_kernel_dtype(lower, mask)
     if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
-        # Autocast would round float32's lowest number to -inf.
-        mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
+        # Autocast would round float32's lowest number to -inf, which means something else.
+        clamped = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
+        infinite = plan.call(aten.eq.Scalar, mask, float("-inf")) if may_hold_infinity(a) else None
+        mask = clamped if infinite is None else plan.call(aten.masked_fill.Scalar, clamped, infinite, float("-inf"))
     return mask
+
+
+def _absorbing_in_bfloat16(a: Attention, bias: Expr) -> Expr:
+    """What is added to bfloat16 scores, so that a mask of -1e9 absorbs any score in float32, as it does in bfloat16.
+
+    Learned tables and products are taken to hold no such number.
+    """
+    sources = [a.sources[load.source] for load in loads(bias)]
+    learned = a.mask.bias_is_learned or all(source.kind == "table" or source.of_products for source in sources)
+    if a.score_dtype != torch.bfloat16 or learned or not sources:
+        return bias
+    masks = apply("and", apply("le", bias, Const(MASKING)), apply("gt", bias, Const(_ABSORBS_ANY)))
+    low = apply("mul", apply("cast", bias, dtype=torch.bfloat16), Const(_TIMES_IN_BFLOAT16))
+    return apply("where", masks, low, bias)
 
 
 def _as_in_half(lower: Lowering, mask: Value) -> Value:

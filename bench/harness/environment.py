@@ -51,8 +51,8 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def named_only(words: Iterable[str]) -> list[str]:
-    """Words of a command line without the folders; a shard such as 2/6 is none."""
-    return [Path(word).name if os.sep in word and not word[:1].isdigit() else word for word in words]
+    """Words of a command line without the folders; a shard such as 2/6 is none, nor is a model such as ViT-B/16."""
+    return [Path(word).name if os.sep in word and Path(word).parent.is_dir() else word for word in words]
 
 
 def command() -> str:

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.values import Sizes, nodes_in, tensor_value, value_key, wants_gradient
+from attn_pass.graph.values import Sizes, memory_order, nodes_in, tensor_value, value_key, wants_gradient
 from attn_pass.model.index import product
 from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.views import VIEWS
@@ -41,13 +42,22 @@ def compute_once(graph: Graph, operators: Collection[object], sizes: Sizes) -> b
     if not found:
         return False
     effects = Effects(graph)
-    position = effects.position
-    kept = [
-        p for p in dict.fromkeys(found) if effects.mutation_between(p.part, position[p.part], position[p.user]) is None
-    ]
+    kept = [part for part in dict.fromkeys(found) if _is_read_only(part, effects)]
     for part in kept:
         _make_buffer(graph, part)
     return bool(kept)
+
+
+def _is_read_only(found: _Part, effects: Effects) -> bool:
+    """Whether what the user reads is still the part, and nobody writes to it through the user's result.
+
+    Some views are copies, such as ``repeat``, and may be written where the part is not.
+    """
+    until = effects.position[found.user]
+    read = (*found.views, found.part)
+    if any(effects.mutation_between(n, effects.position[n], until) is not None for n in read):
+        return False
+    return found.user not in effects.aliases(read[0])
 
 
 def _make_buffer(graph: Graph, found: _Part) -> None:
@@ -68,11 +78,13 @@ def _make_buffer(graph: Graph, found: _Part) -> None:
 def _parts(node: Node, sizes: Sizes, seen: set[Node]) -> Iterator[_Part]:
     """Those of a value that Inductor computes in one loop with what it is made of."""
     call = understand(node)
-    if node in seen or call is None or call.in_place:
+    if node in seen:
         return
     seen.add(node)
-    if call.op in VIEWS:
+    if node.target is torch.ops.aten.view.dtype or (call is not None and call.op in (*VIEWS, "copy")):
         yield from (part for source in node.all_input_nodes[:1] for part in _parts(source, sizes, seen))
+    elif call is None or call.in_place:
+        return
     elif _is_pointwise(call.op):
         elements = _elements(node, sizes)
         for operand in node.all_input_nodes:
@@ -81,24 +93,27 @@ def _parts(node: Node, sizes: Sizes, seen: set[Node]) -> Iterator[_Part]:
                 continue
             if _elements(part, sizes) * _TIMES > elements:
                 yield from _parts(part, sizes, seen)
-            elif elements >= _LEAST and _is_computed(part):
+            elif elements >= _LEAST and _is_computed(part, sizes):
                 yield _Part(node, views, part)
 
 
 def _through_views(node: Node) -> tuple[tuple[Node, ...], Node]:
     views: list[Node] = []
-    while (call := understand(node)) is not None and call.op in VIEWS and len(node.all_input_nodes) == 1:
+    while (call := understand(node)) is not None and call.op in VIEWS and not call.in_place:
+        if len(node.all_input_nodes) != 1:
+            break
         views.append(node)
         node = node.all_input_nodes[0]
     return tuple(views), node
 
 
-def _is_computed(node: Node) -> bool:
+def _is_computed(node: Node, sizes: Sizes) -> bool:
     """Whether it is computed in the loop that reads it, in inference, and its layout is known."""
     call, value = understand(node), tensor_value(node)
     if call is None or value is None or wants_gradient(node) or not (_is_pointwise(call.op) or call.op in _LOOKUPS):
         return False
-    return value.dim() > 0 and all(isinstance(s, int) for s in value.stride())
+    is_dense = memory_order(value, sizes) is not None
+    return value.dim() > 0 and is_dense and all(isinstance(s, int) for s in value.stride())
 
 
 def _is_pointwise(op: str) -> bool:

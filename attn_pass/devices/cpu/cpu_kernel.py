@@ -41,6 +41,7 @@ from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.graph.values import memory_order
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.dtype_name import dtype_name
@@ -238,7 +239,7 @@ def _bias(lower: Lowering, setting: Setting) -> Value:
     alone = a.mask.bias_is_learned or training.gives_apart(a)
     source = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None))) if alone else lower
     with nullcontext() if a.needs_grad else lower.plan.sharing():
-        bias = additive_mask(source, setting)
+        bias = additive_mask(source, replace(setting, autocast=None))  # which does not touch the kernel
         return _with_dense_keys(lower.plan, bias, computed_first=setting.runner != "other" and not a.needs_grad)
 
 
@@ -248,12 +249,15 @@ def _with_dense_keys(plan: Plan, bias: Value, *, computed_first: bool) -> Value:
     Inductor would compute the copy in one loop with its source, and T5's buckets again for each head, which takes three
     times as long as the source in its own order and a copy of it (seen in torch 2.13.0).
     """
-    dense = dense_last(plan, bias)
-    if dense is bias or not computed_first:
+    dense, fake = dense_last(plan, bias), fake_of(bias)
+    if dense is bias or not computed_first or memory_order(fake, plan.sizes) is None:
         return dense
     from torch._inductor.inductor_prims import force_stride_order  # as it is: the source becomes a buffer
 
-    strides = [plan.size(plan.sizes.index(s)) for s in fake_of(bias).stride()]
+    try:
+        strides = [plan.size(plan.sizes.index(s)) for s in fake.stride()]
+    except ValueError:
+        return dense
     return dense_last(plan, plan.call(force_stride_order, bias, strides))
 
 

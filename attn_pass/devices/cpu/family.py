@@ -81,7 +81,9 @@ class Cpu(Family):
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Parts of masks that are broadcast are computed once."""
-        return compute_once(graph, self.attention_of_packed_rows(), sizes)
+        operator = sys.modules.get("attn_pass.devices.cpu.kernel.operator")
+        with_logarithm = () if operator is None else (operator.WITH_LSE,)
+        return compute_once(graph, (*self.attention_of_packed_rows(), *with_logarithm), sizes)
 
     def attention_of_packed_rows(self) -> Sequence[Any]:
         """The kernel of our own, in inference and in training."""

@@ -78,8 +78,3 @@ def buffer_bytes(tile: int, dim: int, itemsize: int = 2) -> int:
 def fits(tile: int, dim: int, itemsize: int = 2) -> bool:
     """Whether a tile fits the buffer."""
     return buffer_bytes(tile, dim, itemsize) <= BUFFER_BYTES
-
-
-def largest_tile(dim: int, itemsize: int = 2) -> int:
-    """The most rows of a tile that fit."""
-    return BUFFER_BYTES // (dim * itemsize * _TENSORS)

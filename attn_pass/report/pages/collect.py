@@ -75,11 +75,6 @@ def forget(report: Report) -> None:
         collection.graphs = [graph for graph in collection.graphs if graph.report is not report]
 
 
-def is_collecting() -> bool:
-    """Whether a collection is active."""
-    return bool(_ACTIVE.get())
-
-
 @contextmanager
 def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphRecord]:
     """Around the rewriting of a root graph; its value is empty if no collection is active."""

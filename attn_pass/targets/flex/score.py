@@ -151,7 +151,10 @@ def score_of(a: Attention) -> Expr:
             bias = _as_in_half(apply("cast", bias, dtype=torch.float32), _LOWEST, a.rescaled)
         score = apply("add", score, bias)
     if a.mask.keep is not None:
-        score = apply("where", a.mask.keep.condition, score, Const(float(a.mask.keep.fill)))
+        fill = float(a.mask.keep.fill)
+        score = apply(
+            "where", a.mask.keep.condition, score, Const(fill if fill == float("-inf") else max(fill, _LOWEST))
+        )
     return score
 
 

@@ -265,3 +265,7 @@ def test_roundings_of_many_equal_rows_do_not_add_up() -> None:
     expected = torch.full((), 0.7).double() * 16384 / 4
     assert value.grad is not None
     assert (value.grad.double() / expected - 1).abs().max() < 2e-6
+    value.grad = None
+    masked = {"keep": torch.zeros(1, 1, 1, 4).bool(), "fully_masked": "mean"}
+    FORWARD(query, key, value, 1.0, **masked)[0].backward(torch.full((1, 1, 16384, 8), 0.7))
+    assert (value.grad.double() / expected - 1).abs().max() < 2e-6

@@ -119,6 +119,17 @@ def test_a_table_with_heads_last_is_turned_once_for_all_layers(runner: Runner) -
     on_kernel(layers, *inputs, rewritten=2)
 
 
+def test_a_table_that_lies_with_gaps_is_copied_alone() -> None:
+    """Its strides are none that a buffer of its size could have."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return (q @ k.mT + table[:40, :70].permute(2, 0, 1)[None]).softmax(-1) @ v
+
+    (node,) = kernel_calls(run, *qkv(1, 4, 40, 70), randn(50, 90, 4))
+    assert node.kwargs["bias"].target is torch.ops.aten.clone.default
+    assert not any(n.target is force_stride_order for n in node.graph.nodes)
+
+
 def test_a_bias_of_rows_alone_is_not_copied() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return (q @ k.mT + bias.mT).tanh().softmax(-1) @ v

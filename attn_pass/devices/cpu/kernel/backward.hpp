@@ -40,13 +40,15 @@ template <class T> void deltas(const Back& j, i64 b, i64 h, i64 row, i64 n, char
     }
   }
 }
-// Fully masked rows that are the mean of all values hand their gradients to all values: `mean` is the sum of these.
+// Fully masked rows that are the mean of all values hand their gradients to all values: `mean` is the sum of these; behind
+// it is room for the same number of doubles.
 template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, float* mean, float* sink_rows) {
   const Args& a = j.a;
   Left* left = reinterpret_cast<Left*>(memory + j.at_left);
   const bool needed = j.panels > 1 || sink_rows;  // else it is summed up where it is taken off
   float delta[PANEL] = {};
-  for (i64 d = 0; d < j.ldv; ++d) mean[d] = 0;
+  double* total = reinterpret_cast<double*>(mean + j.ldv);
+  for (i64 d = 0; d < j.ldv; ++d) total[d] = 0;
   for (i64 g = 0; g < j.group; ++g) {
     const i64 h = hk * j.group + g;
     for (i64 i = 0; i < a.L; ++i) {
@@ -58,7 +60,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, fl
         of = {0.0f, 0.0f, 0.0f};
         if (sink_rows) sink_rows[(b * a.H + h) * a.rows + i] = 0.0f;
         if (a.fully_masked == GIVES_MEAN)
-          for (i64 d = 0; d < a.DV; ++d) mean[d] += T::one(grad[d * j.given.grad.stride[3]]) / float(a.S);
+          for (i64 d = 0; d < a.DV; ++d) total[d] += T::one(grad[d * j.given.grad.stride[3]]);
         continue;
       }
       of = {kept[0], 1.0f / kept[1], delta[i % PANEL]};
@@ -75,6 +77,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, fl
       }
     }
   }
+  for (i64 d = 0; d < j.ldv; ++d) mean[d] = a.S ? float(total[d] / double(a.S)) : 0.0f;
 }
 
 // A block of rows of one head, packed when a tile first needs it.
@@ -413,7 +416,7 @@ template <class T> void lay_out(Back& j) {
   j.at_gradients = task.add(size_t(pairs / 2 * LDT) * 4);
   j.at_dq = task.add(j.splits > 1 || !j.given.dq.data ? 0 : size_t(j.group * j.padded * j.ldq) * 4);
   j.at_left = task.add(size_t(j.group * a.L) * sizeof(Left));
-  j.at_mean = task.add(size_t(j.ldv) * 4);
+  j.at_mean = task.add(size_t(j.ldv) * (sizeof(float) + sizeof(double)));
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
   j.parts_of_task = task;
 }
