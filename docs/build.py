@@ -71,6 +71,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "comparison.md": {
         "peers": lambda: table(partial(measured.peers, "peers-cpu")),
         "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),
+        "breakdown": lambda: table(measured.breakdown),
         "variants": lambda: table(measured.variants),
     },
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},

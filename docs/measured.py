@@ -124,6 +124,32 @@ def never_slower() -> Iterator[str]:
         yield ""
 
 
+RATES = {
+    "stock": "compile, stock",
+    "attn_pass": "compile, attn_pass",
+    "ONNX Runtime": "ONNX Runtime",
+    "OpenVINO": "OpenVINO",
+}
+
+
+def breakdown() -> Iterator[str]:
+    """The rates of attention and of products in whole models, in GFLOP/s; those of Inductor where nothing is frozen."""
+    names = [f"{part}, {way}" for part in ("attention", "products") for way in RATES]
+    yield f"| model | {' | '.join(names)} |"
+    yield "|---" * (len(names) + 1) + "|"
+    document = json.loads((RESULTS / "breakdown-cpu.json").read_text())
+    rates: dict[str, dict[str, Any]] = {}
+    for row in (r for t in document["tables"] for r in t["rows"] if r["status"] == "ok"):
+        rates.setdefault(row["program"], {})[row["way"]] = row
+    for program, ways in rates.items():
+        cells = [
+            ways[way][f"{part}_rate"] if way in ways else None
+            for part in ("attention", "products")
+            for way in RATES.values()
+        ]
+        yield f"| {program} | {' | '.join('-' if c is None else f'{c:.0f}' for c in cells)} |"
+
+
 def variants() -> Iterator[str]:
     """Rows of the table of masks and score functions: the speedup over stock of the pass, and as written by hand."""
     document = json.loads((RESULTS / "variants-cpu.json").read_text())
