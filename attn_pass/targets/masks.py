@@ -295,7 +295,7 @@ def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
     one keeps its own value.
     """
     possible = not (a.mask.never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
-    return possible and (_needs_exact_rows(a, setting) or _leaks(a)) and mask_kind(a, setting) == "additive"
+    return possible and (_needs_exact_rows(a, setting) or leaks(a)) and mask_kind(a, setting) == "additive"
 
 
 def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
@@ -303,7 +303,7 @@ def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
     return a.needs_grad or narrow
 
 
-def _leaks(a: Attention) -> bool:
+def leaks(a: Attention) -> bool:
     """Whether a fill is added beside a bias that leaves something of scores of a few tens: -1e9 in float32."""
     return a.mask.bias is not None and a.mask.keep is not None and ABSORBING < a.mask.keep.fill < 0
 

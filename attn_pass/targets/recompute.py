@@ -35,7 +35,7 @@ from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, Offer, Refusal, Sett
 from attn_pass.targets.constraints import Attended, Constraint, HasAttention, refusal, unless
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys
+from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys, leaks
 from attn_pass.targets.operands import common_head_dim, operands, settled
 from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa
@@ -140,6 +140,11 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         "fully masked rows",
         "a row may be fully masked by scores that are replaced before a matrix is added",
         lambda c: not _may_be_filled_by_both(c),
+    ),
+    Constraint(
+        "fill",
+        "a fully masked row would not be the mean where scores exceed 32, of which -1e9 beside a bias leaves a part",
+        lambda c: c.attention.mask.never_empty or c.setting.assume_nonempty_rows or not leaks(c.attention),
     ),
     ALL_KEYS_COUNT,
     Constraint("condition", "the mask's condition needs a gradient", lambda c: not _condition_is_learned(c.attention)),

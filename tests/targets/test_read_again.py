@@ -114,6 +114,24 @@ def test_a_key_whose_head_dim_is_broadcast() -> None:
     assert (rewritten(run, q, k, v, target="decomposed", choose="first") - run(q, k, v)).abs().max() < 1e-5
 
 
+def test_a_fill_that_leaves_something_of_scores_is_not_recomputed() -> None:
+    """-1e9 in float32 beside a learned bias: where a row is fully masked, sdpa repairs it, in inference alone."""
+    q, k, v = (x.requires_grad_() for x in qkv(1, 2, 16, 16, dim=64))
+    bias = randn(1, 2, 16, 16).requires_grad_()
+    keep = torch.ones(1, 1, 16, 16, dtype=torch.bool)
+    keep[0, 0, 3] = False
+
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, fill: float) -> Tensor:
+        return torch.where(keep, q @ k.mT + bias, fill).softmax(-1) @ v
+
+    for fill, refused in ((-1e9, True), (-1e30, False)):
+        torch._dynamo.reset()
+        with attn_pass.record() as report:
+            backend = attn_pass.wrap("aot_eager", choose="fused", targets=("recompute",))
+            torch.compile(run, backend=backend)(q, k, v, bias, fill)
+        assert ("-1e9 beside a bias" in report.sites[0].refusals.get("recompute", "")) == refused
+
+
 class WithSink(nn.Module):
     def __init__(self) -> None:
         super().__init__()
