@@ -41,6 +41,8 @@ RUNS = (
     Run("cases-cpu", "collected cases that must be fast, before the CPU kernel"),
     Run("peers-cpu", "whole models in float32, with and without freezing, and in other systems"),
     Run("peers-cpu-bf16", "whole models in bfloat16, as packages too, and in other systems"),
+    Run("peers-cpu-t5", "T5, float32 and bfloat16, and in other systems, later"),
+    Run("peers-cpu-swin-bf16", "Swin in bfloat16, and in other systems, later"),
     Run("models-cpu-bf16", "fifteen whole models in bfloat16, with and without freezing"),
     Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
     Run("decode-cpu", "decoding over a static cache"),
