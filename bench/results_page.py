@@ -63,7 +63,7 @@ OTHERS = (
     ("kernel-cpu-zen4-edges.md", "four of its masks, since the kernel has steps within a panel"),
     ("kernel-cpu.md", "the same on an Intel processor without AMX"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
-    ("breakdown-cpu.md", "where the time of T5's encoder goes, in other systems as well"),
+    ("breakdown-cpu.md", "where the time of six whole models goes, in other systems as well"),
     ("mask-cost.md", "the CPU kernel with a mask that hides nothing: what reading it costs"),
     ("padding-cpu-full.md", "BERT without any padding, four layers of twelve, on a processor with AMX"),
     ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer, on a processor with AMX"),

@@ -35,14 +35,15 @@ class _Part(NamedTuple):
 def compute_once(graph: Graph, operators: Collection[object], sizes: Sizes) -> bool:
     """Makes buffers of the parts of all masks in a graph that Inductor compiles; returns whether there are any."""
     found: list[_Part] = []
+    seen: set[Node] = set()  # layers share their masks
     for node in graph.nodes:
         if node.target in operators:
             for operand in nodes_in([node.kwargs.get(name) for name in _OPERANDS]):
-                found += _parts(operand, sizes, set())
+                found += _parts(operand, sizes, seen)
     if not found:
         return False
     effects = Effects(graph)
-    kept = [part for part in dict.fromkeys(found) if _is_read_only(part, effects)]
+    kept = [part for part in found if _is_read_only(part, effects)]
     for part in kept:
         _make_buffer(graph, part)
     return bool(kept)
@@ -77,10 +78,10 @@ def _make_buffer(graph: Graph, found: _Part) -> None:
 
 def _parts(node: Node, sizes: Sizes, seen: set[Node]) -> Iterator[_Part]:
     """Those of a value that Inductor computes in one loop with what it is made of."""
-    call = understand(node)
     if node in seen:
         return
     seen.add(node)
+    call = understand(node)
     if node.target is torch.ops.aten.view.dtype or (call is not None and call.op in (*VIEWS, "copy")):
         yield from (part for source in node.all_input_nodes[:1] for part in _parts(source, sizes, seen))
     elif call is None or call.in_place:
