@@ -55,7 +55,7 @@ KEPT[..., 0] = True
 
 def masks_of_their_own(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
     """Of one rank the one, of another the other."""
-    before = (q @ m.mT * 0.25).masked_fill(~KEPT, -1e9)
+    before = (q @ m.mT * 0.25).masked_fill(~KEPT, -1e30)
     return torch.cat([before, q @ k.mT * 0.25 + BIAS.to(q.dtype)], -1).softmax(-1) @ values(v, w)
 
 

@@ -24,6 +24,8 @@ LEARNED = {"bias": READ, "learned": True, "grad": True}
 # Scores that are replaced before a matrix is added to them.
 FILLED = {"bias": apply("where", Load(3, ()), Load(3, ()), Const(float("-inf"))), "never_empty": False}
 BOTH = {"keep": HIDDEN, "bias": READ, "grad": True}
+LEAKING = {**BOTH, "keep": Keep(READ, -1e9), "learned": False, "never_empty": False}
+ABSORBING = {**LEAKING, "keep": Keep(READ, -1e30)}
 CAPPED = {"not_affine": "tanh", "modified": apply("tanh", DOT)}
 JUMPING = {"not_affine": "a jump", "modified": apply("where", apply("lt", DOT, Const(0.0)), Const(-1.0), DOT)}
 GROWING = {"not_affine": "exp", "modified": apply("mul", DOT, Const(float("inf")))}
@@ -68,6 +70,11 @@ RECOMPUTE = Table(
             ({**FILLED, "never_empty": True}, FILLED),
             ({**FILLED, "assume_nonempty_rows": True}, FILLED),
             ({"never_empty": False}, FILLED),
+        ],
+        "fill": [
+            (ABSORBING, LEAKING),
+            ({**LEAKING, "never_empty": True}, LEAKING),
+            ({**LEAKING, "assume_nonempty_rows": True}, LEAKING),
         ],
         "numerics": [(STRICT, {**STRICT, **BOTH, "learned": False})],
         "condition": [({**BOTH, "learned": False}, BOTH)],
