@@ -31,6 +31,7 @@ from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Selection
 from attn_pass.planner.overrides import check_names
 from attn_pass.planner.stock import AskStock
+from attn_pass.projections.library import LINEAR_LAYERS, give_to_libraries
 from attn_pass.projections.read import mark_projections, unmark
 from attn_pass.projections.rewrite import JOINED, join_projections
 from attn_pass.projections.rewrite import Graph as Projected
@@ -110,6 +111,8 @@ def rewrite_graph(
         _take_padding_out(run, gm, region, report.sites[known:])
     if options.join_projections != "off" and not checks:
         changed |= _join_projections(run, gm, region)
+    if changed and runner == "inductor" and options.linear_layers == "best" and LINEAR_LAYERS not in run.without:
+        _give_to_libraries(run, gm, region)
     if changed and runner != "other":
         _settle_operands(run, gm)
     report.seconds += time.perf_counter() - started
@@ -159,6 +162,19 @@ def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
     gm.graph.lint()
     gm.recompile()
     return True
+
+
+def _give_to_libraries(run: Run, gm: GraphModule, region: Region) -> None:
+    """Has linear layers multiplied by the library that is fastest, and records which."""
+    try:
+        records = give_to_libraries(gm, run.program, run.sizes, region)
+    except Exception as error:
+        run.complain(None, "linear layers stay torch's calls", error)
+        return
+    run.report.linear_layers += records
+    if records:
+        gm.graph.lint()
+        gm.recompile()
 
 
 def _settle_operands(run: Run, gm: GraphModule) -> None:

@@ -15,6 +15,7 @@ Numerics = Literal["default", "strict"]
 Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
 JoinProjections = Literal["constants", "parameters", "off"]
+LinearLayers = Literal["best", "off"]
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 LEAVE = "leave"
 """In a rule, beside the names of targets: the site is left unchanged."""
@@ -78,6 +79,9 @@ class Options:
             is predicted to be faster. "constants" does so where their weights are constants of the compiled code
             (Inductor's ``freezing``); "parameters" also under torch.compile, whose inputs they are: they are laid into
             one buffer, of which each is a slice then. "off" never does.
+        linear_layers: "best" has linear layers of a graph whose attention is rewritten multiplied by another library
+            than torch's call takes, where that was measured to be faster: oneDNN on AMD's processors, in inference.
+            "off" leaves them.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on. A kind
             ("cuda") of which this machine has none is the first of its table, by data sheets: an H200.
@@ -103,6 +107,7 @@ class Options:
     assume_padding_unused: bool = False
     unpad: bool = True
     join_projections: JoinProjections = "constants"
+    linear_layers: LinearLayers = "best"
     shield: bool = True
     device: str | None = None
     runtime: str | None = None

@@ -36,6 +36,7 @@ _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ[disk_cache.VARIABLE] = _RECORDS.name
 # Neither are they another processor's than the one those constants are of.
 facts.instruction_set = lambda: "avx512"
+facts.is_amd = lambda: False
 # But the CPU kernel, which takes the compiler seconds and is found by its source, is built once for all processes.
 _KERNELS = Path(tempfile.gettempdir()) / f"attn_pass_kernels_{os.getuid()}"
 _KERNELS.mkdir(exist_ok=True)

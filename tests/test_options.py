@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "assume_padding_unused": False,
         "unpad": True,
         "join_projections": "constants",
+        "linear_layers": "best",
         "shield": True,
         "device": None,
         "runtime": None,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph
@@ -31,6 +31,42 @@ Finder = Callable[[Any], Iterable[Any]]
 
 OnReading = Callable[[str, Reading], None]
 """Receives every reading of a calibration, by name."""
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A linear layer in inference, with operands and result of one dtype.
+
+    Attributes:
+        dtype: of all of them.
+        rows: how many rows are multiplied, by the sizes' hints.
+        features: how many features each has.
+        width: how many the result has.
+        has_bias: a bias is added.
+        has_static_rows: their number is known when it is compiled.
+        is_constant: the weight becomes a constant of the compiled code, which Inductor packs itself (``freezing``).
+    """
+
+    dtype: torch.dtype
+    rows: int
+    features: int
+    width: int
+    has_bias: bool
+    has_static_rows: bool
+    is_constant: bool
+
+
+class FasterLinear(NamedTuple):
+    """A call that is faster than torch's for a linear layer.
+
+    ``operator`` takes (input, weight, bias or None) as torch's does and returns a contiguous result; ``library`` is
+    whose code it is, and ``reason`` why it is faster.
+    """
+
+    operator: Any
+    library: str
+    reason: str
+
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 
@@ -150,6 +186,10 @@ class Family:
 
     def before_inductor(self) -> None:
         """Registers this family's operators with Inductor before it compiles a graph with them."""
+
+    def faster_linear(self, layer: LinearLayer) -> FasterLinear | None:
+        """The call that was measured to be faster for a linear layer than torch's; None for none."""
+        return None
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Last edits of a rewritten graph that Inductor compiles, to what its calls read; whether there were any."""

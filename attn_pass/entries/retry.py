@@ -10,6 +10,7 @@ from attn_pass.devices.registry import families
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.provenance import Emission, culprits
 from attn_pass.padding.regions import PACKED_ROWS
+from attn_pass.projections.library import LINEAR_LAYERS
 from attn_pass.projections.rewrite import JOINED
 from attn_pass.report.record import Report
 
@@ -21,8 +22,8 @@ class Failure:
     Attributes:
         cause: the error in one line.
         without: targets to decide without the next time, and why; empty where nothing else is worth trying. Regions
-            on packed rows (`PACKED_ROWS`) and joined projections (`JOINED`) are done without first: they change more
-            than a site does.
+            on packed rows (`PACKED_ROWS`), joined projections (`JOINED`) and other calls for linear layers
+            (`LINEAR_LAYERS`) are done without first: they change more than a site does.
         where: source line of the first site that had changed, "unknown source line" if none has one.
         changed: how many sites had changed.
     """
@@ -37,6 +38,7 @@ def failure_of(error: BaseException, cause: str, report: Report, emissions: Sequ
     """What is to be known of an error of the compiler once its traceback, which holds on to graphs, is gone."""
     around = [PACKED_ROWS] if any(region.outcome == "packed" for region in report.regions) else []
     around += [JOINED] if any(projection.outcome == "joined" for projection in report.projections) else []
+    around += [LINEAR_LAYERS] if any(layers.library for layers in report.linear_layers) else []
     if around:
         without = dict.fromkeys(around, f"the compiler could not lower a graph with them ({cause})")
         return Failure(cause, without, first_where(report), len(report.rewritten))
@@ -61,12 +63,15 @@ def mark_retried(report: Report, before: Report, failure: Failure) -> None:
     report.seconds += before.seconds
     report.regions = report.regions or before.regions
     report.projections = report.projections or before.projections
+    report.linear_layers = report.linear_layers or before.linear_layers
     for region in report.regions:
         if region.outcome == "packed" and PACKED_ROWS in failure.without:
             region.mark_left(failure.without[PACKED_ROWS])
     for projection in report.projections:
         if projection.outcome == "joined" and JOINED in failure.without:
             projection.mark_left(failure.without[JOINED])
+    for layers in report.linear_layers if LINEAR_LAYERS in failure.without else ():
+        layers.mark_left(failure.without[LINEAR_LAYERS])
     for site, first in zip(report.sites, before.sites):
         reason = failure.without.get(first.target or "")
         if reason is not None and first.node == site.node:
@@ -97,7 +102,7 @@ def without_all(failures: Sequence[Failure]) -> dict[str, str]:
 
 def is_last(failures: Sequence[Failure]) -> bool:
     """Whether nothing is left to try: what surrounds sites is done without once, and then targets once."""
-    of_targets = [f for f in failures if {PACKED_ROWS, JOINED}.isdisjoint(f.without)]
+    of_targets = [f for f in failures if {PACKED_ROWS, JOINED, LINEAR_LAYERS}.isdisjoint(f.without)]
     return len(of_targets) > 1 or not failures[-1].without
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attn_pass.report.json_schema import check_fields
+from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.pages.compare import Comparison, compared
 from attn_pass.report.pages.html import fragment, page
 from attn_pass.report.projection import ProjectionReport
@@ -34,6 +35,8 @@ class Report:
             graph, and attention in it is not in `sites`.
         regions: one RegionReport per padding mask that attentions of a graph share.
         projections: one ProjectionReport per kind of linear layers that make queries, keys and values.
+        linear_layers: one LinearLayersReport per kind of linear layers that another library multiplies than torch's
+            call would take.
         about: of what it is, for the head of the page: "model", "decided as", "options", "versions", "date", "command";
             empty if it is not of one call of `explain`.
     """
@@ -44,6 +47,7 @@ class Report:
     graph_breaks: tuple[str, ...] = ()
     regions: list[RegionReport] = field(default_factory=list)
     projections: list[ProjectionReport] = field(default_factory=list)
+    linear_layers: list[LinearLayersReport] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -86,6 +90,8 @@ class Report:
             self.sites.extend(site for site in other.sites if id(site) not in known)
             self.regions.extend(r for r in other.regions if all(r is not known for known in self.regions))
             self.projections.extend(p for p in other.projections if all(p is not known for known in self.projections))
+            layers = self.linear_layers
+            layers.extend(each for each in other.linear_layers if all(each is not known for known in layers))
             self.seconds += other.seconds
             self.graphs += other.graphs
             self.graph_breaks = tuple(dict.fromkeys((*self.graph_breaks, *other.graph_breaks)))
@@ -99,12 +105,14 @@ class Report:
         for projection in self.projections:
             if projection.outcome == "joined":
                 projection.mark_left(reason)
+        for layers in self.linear_layers:
+            layers.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
         """Counts ("graphs", "rewritten", "left"), "seconds", "graph_breaks", "about", and records.
 
         And "fixed_constants" and "rates_from", which are in the sites' records as well. Records are lists of dicts:
-        "sites", "regions", "projections". Ready for JSON.
+        "sites", "regions", "projections", "linear_layers". Ready for JSON.
         """
         with LOCK:
             return {
@@ -119,6 +127,7 @@ class Report:
                 "sites": [site.to_dict() for site in self.sites],
                 "regions": [region.to_dict() for region in self.regions],
                 "projections": [projection.to_dict() for projection in self.projections],
+                "linear_layers": [layers.to_dict() for layers in self.linear_layers],
             }
 
     @classmethod
@@ -131,7 +140,8 @@ class Report:
         check_fields(cls, values)
         regions = [RegionReport.from_dict(region) for region in stored.get("regions", ())]
         projections = [ProjectionReport.from_dict(each) for each in stored.get("projections", ())]
-        return cls(sites=sites, regions=regions, projections=projections, **values)
+        layers = [LinearLayersReport.from_dict(each) for each in stored.get("linear_layers", ())]
+        return cls(sites=sites, regions=regions, projections=projections, linear_layers=layers, **values)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -186,6 +196,7 @@ class Report:
         for region in tuple(self.regions):
             lines += region.lines()
         lines += [p.line() for p in tuple(self.projections) if verbose or p.outcome == "joined"]
+        lines += [layers.line() for layers in tuple(self.linear_layers)]
         return "\n".join([self.summary(), *lines, *broken])
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from attn_pass.report.json_schema import check_fields
+from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.projection import ProjectionReport
 from attn_pass.report.region import RegionReport
 
@@ -165,6 +166,7 @@ class ReportView(Protocol):
     graph_breaks: tuple[str, ...]
     regions: list[RegionReport]
     projections: list[ProjectionReport]
+    linear_layers: list[LinearLayersReport]
     about: dict[str, str]
 
     @property

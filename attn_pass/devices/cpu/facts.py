@@ -52,3 +52,8 @@ def detected() -> str:
         return "amx"
     name = source.of_this_machine(False)[0].name
     return "avx512_fp16" if name == "avx512" and source.processor_says("avx512_fp16") else name
+
+
+def is_amd() -> bool:
+    """Whether AMD made the processor, by what Linux says."""
+    return source.processor_says("AuthenticAMD")

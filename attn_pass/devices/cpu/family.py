@@ -6,20 +6,22 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.fx import Graph
 
 from attn_pass.devices import calibration_store
-from attn_pass.devices.base import Family, OnReading
+from attn_pass.devices.base import Family, FasterLinear, LinearLayer, OnReading
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.cpu import probes
 from attn_pass.devices.cpu.computed_once import compute_once
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
-from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set
+from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set, is_amd
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import build, source
+from attn_pass.devices.cpu.linear.rules import faster_linear
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.graph.values import Sizes
@@ -66,6 +68,7 @@ class Cpu(Family):
         """The vector unit, and what was measured."""
         yield torch.backends.cpu.get_cpu_capability()
         yield instruction_set()
+        yield "AMD" if is_amd() else ""
         yield repr(calibration_store.load(cpu()))
 
     def sources(self) -> str:
@@ -73,11 +76,15 @@ class Cpu(Family):
         return source.identity()
 
     def before_inductor(self) -> None:
-        """The kernel's lowering, where a graph may have a call of it."""
+        """The lowerings of operators that a graph may have calls of; importing them registers them."""
         if "attn_pass.devices.cpu.kernel.operator" in sys.modules:
-            from attn_pass.devices.cpu.kernel import gradient_template
+            import_module("attn_pass.devices.cpu.kernel.gradient_template")
+        if "attn_pass.devices.cpu.linear.operator" in sys.modules:
+            import_module("attn_pass.devices.cpu.linear.lowering")
 
-            del gradient_template  # importing it registers the lowerings
+    def faster_linear(self, layer: LinearLayer) -> FasterLinear | None:
+        """By oneDNN, on processors where that was measured."""
+        return faster_linear(layer)
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Parts of masks that are broadcast are computed once."""

@@ -1,0 +1,57 @@
+"""Where oneDNN multiplies a linear layer faster than torch's call does: by measurements on Zen 4 alone.
+
+In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.36 to 1.0 times its
+time where the weight has 2^18 elements or the product 1e8 operations; smaller calls lose more on the way to oneDNN than
+they gain. In bfloat16 both are oneDNN, but torch first copies the bias into the result, in which
+it then adds: a layer with a bias takes 0.7 to 1.0 times the time without that copy (docs/linear_layers.md).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.devices.base import FasterLinear, LinearLayer
+from attn_pass.devices.cpu.facts import instruction_set, is_amd
+
+_FEWEST_WEIGHTS = 1 << 18
+_LEAST_WORK = 1e8
+_NO_MKL = "oneDNN is faster than MKL on this processor"
+_NO_COPY = "oneDNN adds the bias without a copy of it"
+
+
+def faster_linear(layer: LinearLayer) -> FasterLinear | None:
+    """The call that is faster for a layer, and why; None where it is not, or was not measured."""
+    if not is_amd() or not instruction_set().startswith("avx512") or _is_tuned_by_inductor() or not _is_onednn_on():
+        return None
+    if layer.dtype == torch.float32 and _is_mkl_slower(layer):
+        return _by_onednn(_NO_MKL)
+    # A frozen program's layers are oneDNN's there, packed and fused with what follows.
+    if layer.dtype == torch.bfloat16 and layer.has_bias and not layer.is_constant:
+        return _by_onednn(_NO_COPY)
+    return None
+
+
+def _is_mkl_slower(layer: LinearLayer) -> bool:
+    if not torch.backends.mkl.is_available() or (layer.is_constant and not layer.has_static_rows):
+        return False  # with dynamic sizes a frozen program calls oneDNN itself
+    weights = layer.features * layer.width
+    return weights >= _FEWEST_WEIGHTS or 2.0 * weights * layer.rows >= _LEAST_WORK
+
+
+def _is_onednn_on() -> bool:
+    """Whether torch calls oneDNN, in full precision."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return bool(torch.backends.mkldnn.enabled) and matmul.fp32_precision in ("none", "ieee")
+
+
+def _is_tuned_by_inductor() -> bool:
+    """Whether Inductor times templates of its own for products, and takes the best."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def _by_onednn(reason: str) -> FasterLinear:
+    from attn_pass.devices.cpu.linear.operator import OPERATOR
+
+    return FasterLinear(OPERATOR, "oneDNN", reason)

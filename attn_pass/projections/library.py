@@ -1,0 +1,118 @@
+"""Linear layers that a library multiplies faster than torch's call does, given to it: around attentions as in them.
+
+They are most of a model's time, and each is what it was, a product with a bias: nothing has to be proved but that its
+operands and its result have one dtype, and that nobody asks for a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule
+
+from attn_pass.devices.base import FasterLinear, LinearLayer
+from attn_pass.devices.registry import of_type
+from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_value, wants_gradient
+from attn_pass.model.dtype_name import dtype_name
+from attn_pass.model.index import product
+from attn_pass.projections.linear import Linear, linear_of
+from attn_pass.report.linear_layers import LinearLayersReport
+from attn_pass.report.places import source_line
+
+LINEAR_LAYERS = "linear layers"
+"""What a second try is without, beside names of targets."""
+
+
+def give_to_libraries(gm: GraphModule, program: str, sizes: Sizes, region: Region) -> list[LinearLayersReport]:
+    """Changes a graph that Inductor compiles, in place; returns a record of what changed.
+
+    ``program`` is "compile" or "aoti", ``region`` the state around the graph.
+    """
+    is_constant = bool(gm.meta.get(FOLDS_CONSTANTS))
+    if is_constant and program == "aoti":
+        return []  # Inductor packs them for the same library, and fuses what follows
+    regions = Regions(gm.graph, region)
+    records: list[LinearLayersReport] = []
+    for node in list(gm.graph.nodes):
+        linear = linear_of(node)
+        if linear is None or regions.of(node).functorch or (program == "compile" and wants_gradient(node)):
+            continue
+        layer = _facts(linear, sizes, is_constant)
+        faster = None if layer is None else _faster(linear, layer)
+        if layer is not None and faster is not None:
+            _note(records, linear, layer, faster)
+            _replace(gm.graph, linear, faster.operator)
+    return records
+
+
+def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | None:
+    """What a layer's speed depends on; None for one that is no product of plain tensors of one dtype."""
+    nodes = [linear.node, linear.input, linear.weight, *([] if linear.bias is None else [linear.bias])]
+    fakes = [tensor_value(node) for node in nodes]
+    if any(type(fake) is not FakeTensor or fake.layout != torch.strided for fake in fakes):
+        return None
+    result, given, weight = fakes[:3]
+    assert result is not None and given is not None and weight is not None
+    if len({(fake.dtype, fake.device) for fake in fakes if fake is not None}) != 1 or given.dim() < 2:
+        return None
+    if not (_is_contiguous(weight, sizes) and _is_contiguous(result, sizes)):
+        return None
+    rows = product(sizes.shape(given)[:-1])
+    features, width = (int(size) for size in (weight.shape if linear.by_columns else reversed(weight.shape)))
+    return LinearLayer(
+        dtype=result.dtype,
+        rows=sizes.hint(rows),
+        features=features,
+        width=width,
+        has_bias=linear.bias is not None,
+        has_static_rows=isinstance(rows, int),
+        is_constant=is_constant,
+    )
+
+
+def _is_contiguous(value: torch.Tensor, sizes: Sizes) -> bool:
+    order = memory_order(value, sizes)
+    shape = sizes.shape(value)
+    return order is not None and [d for d in order if shape[d] != 1] == [d for d in range(len(shape)) if shape[d] != 1]
+
+
+def _faster(linear: Linear, layer: LinearLayer) -> FasterLinear | None:
+    value = tensor_value(linear.node)
+    assert value is not None
+    return of_type(value.device.type).faster_linear(layer)
+
+
+def _replace(graph: Graph, linear: Linear, operator: Callable[..., Any]) -> None:
+    """Puts the library's call in a layer's place."""
+    node = linear.node
+    with graph.inserting_before(node):
+        weight = linear.weight
+        if linear.by_columns:
+            weight = graph.call_function(torch.ops.aten.t.default, (weight,))
+            for key in ("example_value", "val"):
+                if key in linear.weight.meta:
+                    weight.meta[key] = linear.weight.meta[key].t()
+        call = graph.call_function(operator, (linear.input, weight, linear.bias))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+
+
+def _note(records: list[LinearLayersReport], linear: Linear, layer: LinearLayer, faster: FasterLinear) -> None:
+    record = LinearLayersReport(
+        library=faster.library,
+        reason=faster.reason,
+        where=source_line(linear.node.meta),
+        features=layer.features,
+        width=layer.width,
+        dtype=dtype_name(layer.dtype),
+    )
+    alike = next((one for one in records if one.is_alike(record)), None)
+    if alike is None:
+        records.append(record)
+    else:
+        alike.layers += 1

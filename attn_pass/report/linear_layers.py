@@ -1,0 +1,48 @@
+"""The record of linear layers that another library multiplies than torch's call would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_pass.report.json_schema import Record
+
+
+@dataclass(eq=False, kw_only=True)
+class LinearLayersReport(Record):
+    """Linear layers that are alike.
+
+    Attributes:
+        library: whose code multiplies them now; "" where they are torch's calls after all.
+        reason: why, in plain words.
+        where: source line of the first.
+        features: how many features their input has.
+        width: how many their result has.
+        dtype: of both, and of the weight.
+        layers: how many of them are in the graph.
+    """
+
+    library: str
+    reason: str
+    where: str = "unknown source line"
+    features: int
+    width: int
+    dtype: str
+    layers: int = 1
+
+    def mark_left(self, reason: str) -> None:
+        """Record that they are torch's calls after all."""
+        self.library, self.reason = "", reason
+
+    def is_alike(self, other: LinearLayersReport) -> bool:
+        """Whether another record says the same of other layers."""
+        return self._facts() == other._facts()
+
+    def _facts(self) -> tuple[object, ...]:
+        return self.library, self.reason, self.features, self.width, self.dtype
+
+    def line(self) -> str:
+        """The record as a line of text."""
+        which = f"{self.features} to {self.width} features, {self.dtype}"
+        times = "" if self.layers == 1 else f", {self.layers} times"
+        done = f"multiplied by {self.library}" if self.library else "as written"
+        return f"linear layers {done}: {which}{times}: {self.reason}, {self.where}"

@@ -1,0 +1,265 @@
+"""Linear layers by another library: which are, which are not, and that the results are the program's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+import attn_pass
+from attn_pass.devices.base import LinearLayer
+from attn_pass.devices.cpu.linear import rules
+from attn_pass.entries.transaction import decide
+from attn_pass.graph.values import FOLDS_CONSTANTS
+from attn_pass.options import make_options
+
+B, L, E = 2, 9, 512  # a weight of 2^18 elements
+Layer = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of the processors where oneDNN was measured."""
+    monkeypatch.setattr(rules, "is_amd", lambda: True)
+
+
+class Around(nn.Module):
+    """One attention, and a layer in front of it."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype = torch.float32, width: int = E) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = layer
+        self.weight = nn.Parameter(torch.randn(E, E, dtype=dtype) / E**0.5)
+        self.bias = nn.Parameter(torch.randn(E, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, E) to the same."""
+        y = self.layer(x, self.weight, self.bias).to(x.dtype).reshape(B, -1, E)
+        q = y.unflatten(-1, (8, -1)).transpose(1, 2)
+        return ((q @ q.mT).softmax(-1) @ q).transpose(1, 2).flatten(2)
+
+
+class Decided:
+    """A backend that runs the rewritten graph eagerly; ``calls`` of `attn_pass::linear` that it has."""
+
+    def __init__(self, frozen: bool = False, program: str = "compile", **options: Any) -> None:
+        self.options, self.frozen, self.program = options, frozen, program
+        self.calls, self.report = 0, attn_pass.Report()
+
+    def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        options = make_options(**{"choose": "fused", "on_error": "raise", **self.options})
+        self.report = decide(gm, options, self.program, "inductor", {FOLDS_CONSTANTS: self.frozen}).report
+        self.calls = sum(str(node.target) == "attn_pass.linear.default" for node in gm.graph.nodes)
+        return gm.forward
+
+
+def decided(
+    layer: Layer, x: Tensor | None = None, dtype: torch.dtype = torch.float32, grad: bool = False, **more: Any
+) -> Decided:
+    """What became of the layer, once the results are compared with float64's."""
+    dynamic = more.pop("dynamic", None)
+    model, backend = Around(layer, dtype), Decided(**more)
+    x = torch.randn(B, L, E) if x is None else x
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        got = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(x.to(dtype))
+        plain = model(x.to(dtype))
+        exact = model.double()(x.to(dtype).double())
+    error, stock = ((y - exact).abs().max() for y in (got, plain))
+    assert error <= 2 * stock + 1e-5, (error, stock)
+    return backend
+
+
+LAYERS: dict[str, Layer] = {
+    "linear": F.linear,
+    "linear without a bias": lambda x, w, b: F.linear(x, w),
+    "a vector's worth of rows": lambda x, w, b: F.linear(x.flatten(0, 1), w, b),
+    "four dimensions": lambda x, w, b: F.linear(x[:, None], w, b),
+    "a product with a transposed weight": lambda x, w, b: x @ w.T,
+    "matmul": lambda x, w, b: torch.matmul(x, w.transpose(0, 1)),
+    "by columns": lambda x, w, b: x @ w,
+    "addmm by columns": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w),
+    "addmm": lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w.t()),
+    "rows that are transposed": lambda x, w, b: F.linear(x.transpose(0, 1).contiguous().transpose(0, 1), w, b),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_float32(name: str) -> None:
+    backend = decided(LAYERS[name])
+    (record,) = backend.report.linear_layers
+    assert backend.calls == record.layers == 1
+    assert (record.library, record.features, record.width, record.dtype) == ("oneDNN", E, E, "float32")
+    assert "multiplied by oneDNN: 512 to 512 features, float32: oneDNN is faster than MKL" in backend.report.table()
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN asks for AVX-512")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_bfloat16(name: str) -> None:
+    """It is the same library; only a bias, which is copied into the result first, is to be gained."""
+    has_bias = name in ("linear", "a vector's worth of rows", "four dimensions", "rows that are transposed") or (
+        "addmm" in name
+    )
+    assert decided(LAYERS[name], dtype=torch.bfloat16).calls == has_bias
+
+
+def test_layers_that_are_alike_are_one_record() -> None:
+    report = decided(lambda x, w, b: F.linear(F.linear(x, w, b), w, b)).report
+    assert [record.layers for record in report.linear_layers] == [2]
+    stored = attn_pass.Report.from_dict(report.to_dict())
+    assert [record.to_dict() for record in stored.linear_layers] == [r.to_dict() for r in report.linear_layers]
+
+
+def under_autocast(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, w, b)
+
+
+LEFT: dict[str, tuple[Layer, dict[str, Any]]] = {
+    "in float64": (F.linear, {"dtype": torch.float64}),
+    "in float16": (F.linear, {"dtype": torch.float16}),
+    "with gradients": (F.linear, {"grad": True}),
+    "under autocast": (under_autocast, {}),
+    "of a weight that is computed": (lambda x, w, b: F.linear(x, w * 1.0, b), {}),
+    "small": (lambda x, w, b: F.linear(x, w[:64].clone(), b[:64]).repeat(1, 1, 8), {}),
+    "under vmap": (lambda x, w, b: torch.vmap(lambda y: F.linear(y, w, b))(x), {}),
+    "opted out of": (F.linear, {"linear_layers": "off"}),
+    "in a frozen package": (F.linear, {"frozen": True, "program": "aoti"}),
+    "frozen, with any number of rows": (F.linear, {"frozen": True, "dynamic": True}),
+    "frozen, in bfloat16": (F.linear, {"frozen": True, "dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left(name: str) -> None:
+    layer, given = LEFT[name]
+    backend = decided(layer, **given)
+    assert backend.calls == 0 and backend.report.linear_layers == []
+    assert len(backend.report.rewritten) == 1
+
+
+def test_taken_without_their_neighbours() -> None:
+    """What the table above leaves is taken where the one thing that refuses it is not there."""
+    assert decided(F.linear, frozen=True).calls == 1
+    assert decided(F.linear, program="aoti").calls == 1
+    assert decided(F.linear, dynamic=True).calls == 1
+
+
+def test_a_graph_whose_attention_is_left_is_left() -> None:
+    assert decided(F.linear, rules=(("*", ("leave",)),)).calls == 0
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
+LAYER = LinearLayer(torch.float32, 64, E, E, True, True, False)
+
+
+def test_where_the_processor_or_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rules.faster_linear(LAYER) is not None
+    with without_onednn():
+        assert rules.faster_linear(LAYER) is None
+    for name in ("max_autotune", "max_autotune_gemm"):
+        with torch._inductor.config.patch(name, True):
+            assert rules.faster_linear(LAYER) is None
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert rules.faster_linear(LAYER) is None
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = precision
+    with monkeypatch.context() as patch:
+        patch.setattr(rules, "instruction_set", lambda: "avx2")
+        assert rules.faster_linear(LAYER) is None
+    monkeypatch.setattr(rules, "is_amd", lambda: False)
+    assert rules.faster_linear(LAYER) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "width", "taken"),
+    [(1, 512, 512, True), (1, 512, 511, False), (2000, 160, 160, True), (1000, 160, 160, False)],
+)
+def test_the_sizes_that_were_measured(rows: int, features: int, width: int, taken: bool) -> None:
+    assert (rules.faster_linear(replace(LAYER, rows=rows, features=features, width=width)) is not None) == taken
+
+
+# ---------------------------------------------------------------- compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled(dtype: torch.dtype) -> None:
+    """Dynamic sizes, weights as they are and by columns, with a bias and without; a second call with other sizes."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN asks for AVX-512")
+
+    def layers(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        flat = torch.addmm(b, F.linear(x, w, b).flatten(0, 1), w)
+        return F.linear(F.gelu(flat), w).unflatten(0, (B, -1))
+
+    model = Around(layers, dtype).eval()
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(
+            model, backend=attn_pass.backend, dynamic=True, options={"choose": "fused", "on_error": "raise"}
+        )
+        for rows in (L, 1, 31):
+            x = torch.randn(B, rows, E, dtype=dtype)
+            exact = model.double()(x.double())
+            model.to(dtype)
+            error, stock = ((y - exact).abs().max() for y in (compiled(x), model(x)))
+            assert error <= 2 * stock + 1e-5
+    assert sum(record.layers for record in report.linear_layers) == report.graphs * (3 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.slow
+def test_in_a_package(tmp_path: Path) -> None:
+    """Its code calls oneDNN, and its weights are there under their own names."""
+    from torch._inductor import aoti_load_package
+
+    model = Around(lambda x, w, b: F.linear(x, w, b) @ w).eval()
+    x = torch.randn(B, L, E)
+    with torch.no_grad(), attn_pass.record() as report:
+        path = attn_pass.aot_compile(
+            model, (x,), package_path=tmp_path / "m.pt2", options={"choose": "fused", "on_error": "raise"}
+        )
+        loaded = aoti_load_package(str(path))
+        torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-4)
+        loaded.load_constants({"weight": model.weight * 2, "bias": model.bias}, check_full_update=True)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-4)
+    assert sum(record.layers for record in report.linear_layers) == 2
+
+
+@pytest.mark.slow
+def test_a_second_try_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that Inductor cannot lower is torch's again, and the attention stays rewritten."""
+    from torch._inductor import lowering as lowerings
+
+    from attn_pass.devices.cpu.linear import lowering
+
+    def fails(*args: Any) -> Any:
+        raise NotImplementedError("no such call here")
+
+    monkeypatch.setitem(lowerings.lowerings, lowering.OPERATOR, fails)
+    model = Around(F.linear).eval()
+    x = torch.randn(B, L, E)
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report, pytest.warns(attn_pass.AttnPassWarning, match="linear layers"):
+        got = torch.compile(model, backend=attn_pass.backend, options={"choose": "fused"})(x)
+        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
+    (record,) = report.linear_layers
+    assert record.library == "" and "could not lower" in record.reason and len(report.rewritten) == 1
