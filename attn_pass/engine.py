@@ -167,7 +167,7 @@ def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
 def _give_to_libraries(run: Run, gm: GraphModule, region: Region) -> None:
     """Has linear layers multiplied by the library that is fastest, and records which."""
     try:
-        records = give_to_libraries(gm, run.program, run.sizes, region)
+        records = give_to_libraries(gm, run.program, run.sizes, region, run.device)
     except Exception as error:
         run.complain(None, "linear layers stay torch's calls", error)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from attn_pass.errors import OptionError
@@ -137,6 +137,17 @@ def make_options(**values: Any) -> Options:
     return Options(**values)
 
 
+def underscored(key: Any) -> Any:
+    """The name of an option in Python's spelling: dashes are accepted, as in torch."""
+    return key.replace("-", "_") if isinstance(key, str) else key
+
+
+def tuned_by_mode(options: Options, mode: str | None, given: Mapping[str, Any] | None) -> Options:
+    """The same, with `tune` where torch's mode says max-autotune and the user does not say otherwise."""
+    says = "tune" in map(underscored, given or {})
+    return replace(options, tune=True) if (mode or "").startswith("max-autotune") and not says else options
+
+
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any], str | None]:
     """The ``options`` of torch.compile, split in (attn_pass's, Inductor's, the value of "mode" or None).
 
@@ -154,7 +165,7 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     mode: str | None = None
     seen: dict[str, object] = {}
     for key, value in named_values(options).items():
-        name = key.replace("-", "_") if isinstance(key, str) else ""
+        name = underscored(key) if isinstance(key, str) else ""
         if name in seen:
             raise OptionError(f"option {name!r} is given twice, as {seen[name]!r} and as {key!r}; keep one of them")
         seen[name] = key

@@ -10,7 +10,7 @@ import torch
 
 import attn_pass
 from attn_pass.errors import AttnPassError, OptionError
-from attn_pass.options import OPTION_NAMES, Options, make_options, split_options
+from attn_pass.options import OPTION_NAMES, Options, make_options, split_options, tuned_by_mode
 
 
 @pytest.fixture(autouse=True)
@@ -207,3 +207,11 @@ def test_first_needs_targets() -> None:
 def test_the_error_for_an_old_name_gives_the_new_one(option: str, before: str, now: str) -> None:
     with pytest.raises(OptionError, match=f"{before}.*it is called '{now}' now"):
         attn_pass.explain(torch.cos, torch.zeros(1), attn_pass_options={option: (before,)})
+
+
+def test_a_mode_that_tunes_turns_tuning_on_unless_the_user_says_otherwise() -> None:
+    """In both entries: `backend`, and `aot_compile`."""
+    made = make_options()
+    assert tuned_by_mode(made, "max-autotune", None).tune and tuned_by_mode(made, "max-autotune-no-cudagraphs", {}).tune
+    assert not tuned_by_mode(made, "max-autotune", {"tune": False}).tune
+    assert not tuned_by_mode(made, None, None).tune and not tuned_by_mode(made, "reduce-overhead", {}).tune

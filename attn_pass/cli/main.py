@@ -19,7 +19,7 @@ from attn_pass.cli.given import Option, checked_options
 from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
-from attn_pass.report.progress import logged_to_stderr, progress
+from attn_pass.report.progress import is_terminal, logged_to_stderr, progress
 from attn_pass.report.text import WIDTH
 from attn_pass.report.units import counted, duration
 
@@ -201,7 +201,7 @@ def doctor(
     """Print which packages are installed, how to install the others, and which targets are available."""
     with failing(with_traceback=False):
         importlib.import_module("attn_pass.entries.environment").import_compiler()
-    sections = importlib.import_module("attn_pass.cli.doctor").diagnosis()
+        sections = importlib.import_module("attn_pass.cli.doctor").diagnosis()
     if as_json:
         typer.echo(json.dumps(sections, indent=2))
         return
@@ -209,7 +209,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=None if is_terminal(sys.stdout) else WIDTH)
     for title, findings in sections.items():
         table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
         for finding in findings:

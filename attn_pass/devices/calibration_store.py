@@ -29,9 +29,9 @@ def load(device: Device) -> Calibration | None:
     return measured if measured.facts == facts(device) else None
 
 
-def save(measured: Calibration) -> None:
-    """Keeps it in the cache for the device and the versions it names."""
-    disk_cache.save(disk_cache.key_of([_KIND, measured.facts]), asdict(measured))
+def save(measured: Calibration) -> bool:
+    """Keeps it in the cache for the device and the versions it names; whether that could be written."""
+    return disk_cache.save(disk_cache.key_of([_KIND, measured.facts]), asdict(measured))
 
 
 def forget(device: Device) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from attn_pass.compat import require_inductor
 from attn_pass.entries.environment import environment_told, import_compiler
 from attn_pass.entries.export import exported, rewrite_exported
-from attn_pass.entries.inductor import before_inductor, folds_constants, inductor_patches, patches_for
+from attn_pass.entries.inductor import as_compiled, before_inductor, folds_constants, inductor_patches, patches_for
 from attn_pass.entries.mistakes import refuse_inputs
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.package import warn_of_types, with_report
@@ -24,7 +24,7 @@ from attn_pass.entries.retry import Failure, warn_failed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import Decision, failed, next_decision
 from attn_pass.errors import OptionError, PackageError
-from attn_pass.options import Options, split_options, unknown_name
+from attn_pass.options import Options, split_options, tuned_by_mode, unknown_name
 from attn_pass.planner.overrides import check_names
 from attn_pass.report.history import publish
 from attn_pass.report.progress import Tell, progress
@@ -77,6 +77,7 @@ def aot_compile(
     import_compiler()
     refuse_inputs(kwargs, unexpected)
     own_options, inductor, mode = split_options(options)
+    own_options = tuned_by_mode(own_options, mode, options)
     check_names(own_options)  # before the export
     path = _checked_path(package_path)
     patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)
@@ -98,14 +99,15 @@ def _compiled(
         patches = {"joint_graph_constant_folding": False, **patches}
     program, package = original, ""
     failures: list[Failure] = []
-    with torch.no_grad():  # as packages are compiled
-        folds = folds_constants(patches)
+    with torch.no_grad(), as_compiled(patches):  # as packages are compiled
+        folds = folds_constants()
 
     def again(without: Mapping[str, str] | None = None) -> Decision:
         nonlocal program
         program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
         tell("rewriting attention")
-        return rewrite_exported(program, options, "inductor", without, folds)
+        with as_compiled(patches):
+            return rewrite_exported(program, options, "inductor", without, folds)
 
     decision = again()
     warn_other_device(decision.report, options, "program", stacklevel=4)

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,11 +14,11 @@ from torch.fx import GraphModule
 from attn_pass.compat import require_inductor, traced_apart
 from attn_pass.devices.registry import of_type, runtime_of
 from attn_pass.entries.backends import backend_named
-from attn_pass.entries.inductor import compile_under, inductor_patches
+from attn_pass.entries.inductor import as_compiled, compile_under, inductor_patches
 from attn_pass.entries.mistakes import refuse_no_backend, refuse_own_options
 from attn_pass.entries.transaction import compile_rewritten
 from attn_pass.errors import OptionError
-from attn_pass.options import OPTION_NAMES, Options, split_options
+from attn_pass.options import OPTION_NAMES, Options, split_options, tuned_by_mode, underscored
 from attn_pass.planner.overrides import named_options
 from attn_pass.report.record import Report
 
@@ -61,10 +61,10 @@ def backend(
     if mode and own_mode and mode != own_mode:
         raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
     mode = mode or own_mode
-    if (mode or "").startswith("max-autotune") and "tune" not in (options or {}):
-        own_options = replace(own_options, tune=True)
+    own_options = tuned_by_mode(own_options, mode, options)
     patches = inductor_patches(own_options, inductor, mode)
-    return compile_rewritten(gm, example_inputs, own_options, functools.partial(compile_under, patches), "inductor")
+    with as_compiled(patches):
+        return compile_rewritten(gm, example_inputs, own_options, functools.partial(compile_under, patches), "inductor")
 
 
 def _reset() -> None:
@@ -101,7 +101,8 @@ class Wrapped:
                 for name, value in asdict(self.options).items()
                 if name != "tune" or name in self.explicit_options
             }
-            merged = {**own_options, **(kwargs.pop("options", None) or {})}
+            given = {underscored(name): value for name, value in (kwargs.pop("options", None) or {}).items()}
+            merged = {**own_options, **given}
             return backend(gm, example_inputs, options=merged, **kwargs)
 
         refuse_own_options(kwargs.get("options"), self.__name__.removeprefix("attn_pass_"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,8 @@ from attn_pass.entries.snapshot import Snapshot
 from attn_pass.errors import AttnPassWarning, cause_of
 from attn_pass.options import Options
 from attn_pass.report.record import Report
+
+_ASKED_FOR = ("freezing", "max_autotune", "max_autotune_gemm")
 
 
 def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
@@ -41,11 +44,20 @@ def patches_for(report: Report) -> dict[str, Any]:
     return {name: value for patches in needed for name, value in patches.items()}
 
 
-def folds_constants(patches: Mapping[str, Any] | None = None) -> bool:
-    """Whether Inductor makes constants of a program's parameters, with these settings over its own: ``freezing``."""
+def folds_constants() -> bool:
+    """Whether Inductor makes constants of a program's parameters, by its settings: ``freezing``."""
     from torch._inductor import config
 
-    return bool((patches or {}).get("freezing", config.freezing)) and not torch.is_grad_enabled()
+    return bool(config.freezing) and not torch.is_grad_enabled()
+
+
+@contextmanager
+def as_compiled(patches: Mapping[str, Any]) -> Iterator[None]:
+    """Lets decisions see the settings, of those that they ask Inductor for, that a graph will be compiled with."""
+    from torch._inductor import config
+
+    with config.patch({name: patches[name] for name in _ASKED_FOR if name in patches}):
+        yield
 
 
 def compile_with_inductor(

@@ -30,7 +30,10 @@ _MOST_BYTES = 64 << 20  # of a metadata file: a package may come from anywhere
 
 def with_report(patches: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """Inductor's settings with the report among the metadata of the package."""
-    return {**patches, _SETTING: {**(patches.get(_SETTING) or {}), KEY: report.to_json(indent=None)}}
+    from torch._inductor import config
+
+    given = patches.get(_SETTING, config.aot_inductor.metadata) or {}
+    return {**patches, _SETTING: {**given, KEY: report.to_json(indent=None)}}
 
 
 def warn_of_types(program: ExportedProgram) -> None:

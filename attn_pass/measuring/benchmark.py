@@ -263,7 +263,7 @@ def _row(way: str, samples: Mapping[str, Samples], noise: float, busy: str, allo
         speedup = statistics.median(base.microseconds) / median
         if base is not own:
             says = "cannot tell" if busy else verdict(speedup, percentile(base.microseconds, 10) / p10, noise)
-    if own.error is not None and not own.error <= allowed:
+    if own.error is not None and math.isfinite(allowed) and not own.error <= allowed:
         says = "WRONG"
     return Row(
         way,

@@ -24,6 +24,7 @@ from attn_pass.errors import OptionError
 from attn_pass.measuring.subject import NOT_REPEATABLE, Subject, subject_of
 from attn_pass.measuring.timing import compiled, relative_error, why
 from attn_pass.options import make_options
+from attn_pass.report.json_schema import finite
 from attn_pass.report.progress import progress
 from attn_pass.report.record import Report
 from attn_pass.report.site import Kind, SiteReport
@@ -37,7 +38,7 @@ Verdict = Literal["right", "WRONG", "FAILS", "not run"]
 Backend = str | Callable[..., Any]
 
 _COLUMNS = (("verdict", None), ("form", 2), ("where", 7), ("shapes", 7), ("mask", 4), ("error", 3), ("why", 12))
-_SCRIPT = re.compile(r"reproduce it with (\S+)")
+_SCRIPT = re.compile(r"reproduce it with (.+)$", re.MULTILINE)
 _TIMES_KNOWN = 3.0
 
 
@@ -145,12 +146,12 @@ class Check:
         return self.table()
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, ready for JSON."""
+        """All fields, ready for JSON but for numbers that it cannot hold (nan, inf)."""
         return {**asdict(self), "right": bool(self), "nothing_ran": self.nothing_ran}
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The dict of `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+        """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
+        return json.dumps(finite(self.to_dict()), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def check(
@@ -306,8 +307,8 @@ def judged(
         against: what that is: "float64", or "eager".
     """
     error, known = relative_error(results, reference), relative_error(eager, reference)
-    if math.isnan(known):
-        return "not run", None, "eager's own result is no number where float64's is: nothing can be compared"
+    if not math.isfinite(known):
+        return "not run", None, "eager's own result is no finite number where float64's is: nothing can be compared"
     roundings = 1.0 if against == "float64" else _TIMES_KNOWN  # eager's own are in what it is compared with
     allowed = max(_TIMES_KNOWN * known, *(roundings * rounding(t.dtype) for t in eager), 0.0)
     if error <= allowed:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from attn_pass.report.json_schema import finite
 from attn_pass.report.record import Report
 from attn_pass.report.text import plain_table, printable
 from attn_pass.report.units import duration
@@ -124,7 +125,7 @@ class Benchmark:
             "busy": self.busy,
             "reference": self.reference,
             "conditions": dict(self.conditions),
-            "rows": [{k: _finite(v) for k, v in asdict(row).items()} for row in self.rows],
+            "rows": [finite(asdict(row)) for row in self.rows],
             "failures": dict(self.failures),
             "remarks": list(self.remarks),
             "report": json.loads(self.report.to_json()),
@@ -132,7 +133,7 @@ class Benchmark:
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON."""
-        return json.dumps(_finite_all(self.to_dict()), indent=indent, ensure_ascii=False, allow_nan=False)
+        return json.dumps(finite(self.to_dict()), indent=indent, ensure_ascii=False, allow_nan=False)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
         """Draws the times as bars, with the 10th and 90th percentiles, to a file (.png, .svg, .pdf).
@@ -192,13 +193,3 @@ def _drawn(result: Benchmark, path: Path) -> Path:
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _finite_all(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite_all(item) for key, item in value.items()}
-    return [_finite_all(item) for item in value] if isinstance(value, list) else _finite(value)

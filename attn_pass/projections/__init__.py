@@ -1,1 +1,1 @@
-"""Linear layers of one input that make the queries, keys and values of attentions: read, and multiplied once."""
+"""Linear layers: those that make queries, keys and values of one input, multiplied once; and the library that does."""

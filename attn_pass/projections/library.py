@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from attn_pass.devices.base import FasterLinear, LinearLayer
+from attn_pass.devices.device import Device
 from attn_pass.devices.registry import of_type
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_value, wants_gradient
@@ -27,26 +28,43 @@ LINEAR_LAYERS = "linear layers"
 """What a second try is without, beside names of targets."""
 
 
-def give_to_libraries(gm: GraphModule, program: str, sizes: Sizes, region: Region) -> list[LinearLayersReport]:
+DeviceOf = Callable[[torch.device], Device]
+
+
+def give_to_libraries(
+    gm: GraphModule, program: str, sizes: Sizes, region: Region, device: DeviceOf
+) -> list[LinearLayersReport]:
     """Changes a graph that Inductor compiles, in place; returns a record of what changed.
 
-    ``program`` is "compile" or "aoti", ``region`` the state around the graph.
+    ``program`` is "compile" or "aoti", ``region`` the state around the graph, ``device`` the one that is decided for.
     """
     is_constant = bool(gm.meta.get(FOLDS_CONSTANTS))
     if is_constant and program == "aoti":
         return []  # Inductor packs them for the same library, and fuses what follows
     regions = Regions(gm.graph, region)
-    records: list[LinearLayersReport] = []
-    for node in list(gm.graph.nodes):
+    found: list[tuple[Linear, LinearLayer, FasterLinear]] = []
+    for node in gm.graph.nodes:
         linear = linear_of(node)
-        if linear is None or regions.of(node).functorch or (program == "compile" and wants_gradient(node)):
+        if linear is None or regions.of(node).functorch:
+            continue
+        if program == "compile" and _may_be_trained(linear, regions.of(node)):
             continue
         layer = _facts(linear, sizes, is_constant)
-        faster = None if layer is None else _faster(linear, layer)
+        faster = None if layer is None else _faster(linear, layer, device)
         if layer is not None and faster is not None:
-            _note(records, linear, layer, faster)
-            _replace(gm.graph, linear, faster.operator)
+            found.append((linear, layer, faster))
+    records: list[LinearLayersReport] = []
+    replaced: dict[Node, Node] = {}
+    for linear, layer, faster in found:
+        _note(records, linear, layer, faster)
+        replaced[linear.node] = _replace(gm.graph, linear, replaced.get(linear.input, linear.input), faster.operator)
     return records
+
+
+def _may_be_trained(linear: Linear, region: Region) -> bool:
+    """Whether a gradient may be asked for; that of the result says less, as ``detach_()`` changes it afterwards."""
+    operands = (linear.input, linear.weight, *([] if linear.bias is None else [linear.bias]))
+    return region.grad_enabled is not False and any(wants_gradient(operand) for operand in operands)
 
 
 def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | None:
@@ -63,6 +81,8 @@ def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | Non
         return None
     rows = product(sizes.shape(given)[:-1])
     features, width = (int(size) for size in (weight.shape if linear.by_columns else reversed(weight.shape)))
+    if features == 0 or any(bias is not None and tuple(bias.shape) != (width,) for bias in fakes[3:]):
+        return None  # a bias may be one number for all
     return LinearLayer(
         dtype=result.dtype,
         rows=sizes.hint(rows),
@@ -80,14 +100,18 @@ def _is_contiguous(value: torch.Tensor, sizes: Sizes) -> bool:
     return order is not None and [d for d in order if shape[d] != 1] == [d for d in range(len(shape)) if shape[d] != 1]
 
 
-def _faster(linear: Linear, layer: LinearLayer) -> FasterLinear | None:
+def _faster(linear: Linear, layer: LinearLayer, device: DeviceOf) -> FasterLinear | None:
+    """What the family says of the device that it is decided for, if that is the one the tensors are on."""
     value = tensor_value(linear.node)
     assert value is not None
-    return of_type(value.device.type).faster_linear(layer)
+    decided_for = device(value.device)
+    if decided_for.type != value.device.type or not decided_for.is_here:
+        return None
+    return of_type(decided_for.type).faster_linear(layer)
 
 
-def _replace(graph: Graph, linear: Linear, operator: Callable[..., Any]) -> None:
-    """Puts the library's call in a layer's place."""
+def _replace(graph: Graph, linear: Linear, rows: Node, operator: Callable[..., Any]) -> Node:
+    """Puts the library's call in a layer's place; ``rows`` is what its input is by now."""
     node = linear.node
     with graph.inserting_before(node):
         weight = linear.weight
@@ -96,10 +120,11 @@ def _replace(graph: Graph, linear: Linear, operator: Callable[..., Any]) -> None
             for key in ("example_value", "val"):
                 if key in linear.weight.meta:
                     weight.meta[key] = linear.weight.meta[key].t()
-        call = graph.call_function(operator, (linear.input, weight, linear.bias))
+        call = graph.call_function(operator, (rows, weight, linear.bias))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     graph.erase_node(node)
+    return call
 
 
 def _note(records: list[LinearLayersReport], linear: Linear, layer: LinearLayer, faster: FasterLinear) -> None:

@@ -69,7 +69,7 @@ def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: 
 def _turns_matrix(matrix: Node, call: Call) -> bool:
     """Whether a node is another one with its two dimensions swapped."""
     value = tensor_value(matrix)
-    if value is None or value.dim() != 2:
+    if value is None or value.dim() != 2 or call.in_place:
         return False
     if call.op == "getattr":  # Dynamo's for attributes
         return call["name"] in _TURNED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -37,6 +38,15 @@ class Record:
         values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
         check_fields(cls, values)
         return cls(**values)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON cannot hold, nan and inf."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fits(value: object, declared: Any) -> bool:

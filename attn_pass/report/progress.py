@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Line
@@ -20,6 +20,14 @@ PATIENCE_S = 3.0
 """What is over by then shows nothing."""
 
 _LOG = logging.getLogger("attn_pass.progress")
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal; False for none, as daemons have, and for what does not say."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
 
 
 class _Shown:
@@ -44,7 +52,7 @@ class _Shown:
     def _begin(self) -> None:
         with self.lock:
             self.is_shown = True
-            if sys.stderr.isatty():
+            if is_terminal(sys.stderr):
                 self.line = _line()
                 self.line.add_task("", total=None, start=True)
                 self.line.start()
@@ -107,7 +115,7 @@ def tell(text: str) -> None:
 @contextmanager
 def logged_to_stderr() -> Iterator[None]:
     """For a command: log lines of progress reach stderr, unless somebody takes them already."""
-    if sys.stderr.isatty() or _LOG.isEnabledFor(logging.INFO):
+    if is_terminal(sys.stderr) or _LOG.isEnabledFor(logging.INFO):
         yield
         return
     handler = logging.StreamHandler(sys.stderr)

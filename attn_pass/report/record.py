@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_pass.report.json_schema import check_fields
+from attn_pass.report.json_schema import check_fields, finite
 from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.pages.compare import Comparison, compared
 from attn_pass.report.pages.html import fragment, page
@@ -145,7 +144,7 @@ class Report:
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
-        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False, ensure_ascii=False)
+        return json.dumps(finite(self.to_dict()), indent=indent, allow_nan=False, ensure_ascii=False)
 
     def summary(self) -> str:
         """One line: the number of sites, their outcomes, the time it took."""
@@ -186,18 +185,18 @@ class Report:
                 products of their own.
         """
         groups = self.groups()
-        broken = [f"graph break: {printable(text)}" for text in self.graph_breaks]
+        broken = [f"graph break: {text}" for text in self.graph_breaks]
         if not groups:
-            return "\n".join([self.summary(), *broken])
+            return printable("\n".join([self.summary(), *broken]))
         lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
             lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
-        lines += [printable(f"rates of {device}: {origin}") for device, origin in self.rates_from.items()]
+        lines += [f"rates of {device}: {origin}" for device, origin in self.rates_from.items()]
         for region in tuple(self.regions):
             lines += region.lines()
         lines += [p.line() for p in tuple(self.projections) if verbose or p.outcome == "joined"]
         lines += [layers.line() for layers in tuple(self.linear_layers)]
-        return "\n".join([self.summary(), *lines, *broken])
+        return printable("\n".join([self.summary(), *lines, *broken]))
 
     def __str__(self) -> str:
         return self.table()
@@ -219,11 +218,3 @@ class Report:
     def compare(self, after: Report) -> Comparison:
         """The differences to another report of the same model: of a later version, other options, another device."""
         return compared(self, after)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

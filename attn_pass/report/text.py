@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from io import StringIO
 
+from attn_pass.report.progress import is_terminal
 from attn_pass.report.site import SiteReport
 from attn_pass.report.units import duration
 
@@ -186,4 +187,4 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
 
 
 def _width() -> int:
-    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+    return max(100, shutil.get_terminal_size().columns) if is_terminal(sys.stdout) else WIDTH

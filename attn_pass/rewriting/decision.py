@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
 
 from attn_pass.devices.registry import family_of
 from attn_pass.graph.ancestry import Ancestry
-from attn_pass.graph.values import wants_gradient
+from attn_pass.graph.values import tensor_value, wants_gradient
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.index import Index
 from attn_pass.options import LEAVE
@@ -120,15 +123,32 @@ def _as_written(context: GraphContext, site: Site, described: Described, copied:
 
 
 def _tuning_site(context: GraphContext, site: Site, described: Described, setting: Setting) -> TuningSite:
+    attention = described.attention
+    operands = {attention.query.source, attention.key.source, attention.value.source}
+    others = [node for n, node in enumerate(described.nodes) if n not in operands]
     return TuningSite(
         site.node,
         described.nodes,
+        [node for node in others if _is_made_of_known(node, context.tensors)],
         context.sizes,
         context.effects,
         context.tensors,
         lambda node: context.run.program == "compile" and wants_gradient(node),
         setting,
     )
+
+
+def _is_made_of_known(node: Node, known: Mapping[Node, torch.Tensor]) -> bool:
+    """Whether a tensor, such as a mask, is computed by the program from sizes and from values that are known alone."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if each.op in ("placeholder", "get_attr") and tensor_value(each) is not None and each not in known:
+            return False
+        new = [n for n in each.all_input_nodes if n not in seen]
+        seen.update(new)
+        waiting += new
+    return node not in known
 
 
 class Partners:

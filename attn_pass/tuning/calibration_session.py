@@ -58,7 +58,7 @@ def calibrate(at: torch.device, seconds: float, on_reading: OnReading, *, keep_i
     measured = replace(measured, date=now, spread=round(spread, 3))
     keep = keep_if_busy or spread <= BUSY
     if keep:
-        calibration_store.save(measured)
+        keep = calibration_store.save(measured)
     return Outcome(device, measured, spread, time.monotonic() - began, keep, failed)
 
 

@@ -41,8 +41,8 @@ def load(key: str) -> Any | None:
         return None
 
 
-def save(key: str, record: Any) -> None:
-    """Stores a record. A cache that cannot be written is no error but one warning: the value is measured again."""
+def save(key: str, record: Any) -> bool:
+    """Stores a record; whether it could. A cache that cannot be written is one warning: the value is measured again."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder(), suffix=".tmp")
@@ -55,6 +55,8 @@ def save(key: str, record: Any) -> None:
             raise
     except (OSError, RuntimeError) as error:
         _warn_once(f"{type(error).__name__}: {error}")
+        return False
+    return True
 
 
 @functools.cache

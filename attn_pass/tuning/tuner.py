@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.devices.registry import facts
+from attn_pass.devices.registry import facts, families
 from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.extract import Program, extract
@@ -41,6 +41,7 @@ class TuningSite:
 
     result: Node
     sources: Sequence[Node]
+    computed: Sequence[Node]  # of these what a program makes itself, from no inputs: it is what it is, not random
     sizes: Sizes
     effects: Effects
     known: Mapping[Node, torch.Tensor]
@@ -60,12 +61,12 @@ class Tuner:
         if not device.is_here or value is None or value.device.type != device.type:
             return f"tune=True: no {device.name} here to measure on, so the prediction decides"
         try:
-            p = site
-            program = extract(p.result, p.sources, p.sizes, p.effects, p.known, p.needs_grad)
+            program = _program(site)
         except CannotExtract as error:
             return f"tune=True: not measured, {error}; the prediction decides"
         job = self._job(site, program, [LEAVE, *labels])
-        key = disk_cache.key_of([job, _digests(program), facts(site.setting.device)])
+        sources = [family.sources() for family in families()]
+        key = disk_cache.key_of([job, _digests(program), facts(site.setting.device), sources])
         result = _checked(disk_cache.load(key))
         if result is None:
             with progress() as tell:
@@ -74,7 +75,9 @@ class Tuner:
                 answer = _run(job, program)
             if isinstance(answer, str):
                 return f"tune=True: not measured, {answer}; the prediction decides"
-            disk_cache.save(key, result := answer)
+            result = answer
+            if LEAVE in result["us"] and len(result["us"]) > 1:  # else what failed may be there next time
+                disk_cache.save(key, result)
         medians = {label: statistics.median(samples) for label, samples in result["us"].items()}
         if LEAVE not in medians or len(medians) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
@@ -91,11 +94,23 @@ class Tuner:
             "labels": list(labels),
             "threads": torch.get_num_threads(),
             "autocast": None if autocast is None else [site.setting.device.type, dtype_name(autocast)],
+            "backends": site.setting.allowed_backends,
+            "deterministic": site.setting.deterministic,
+            "precision": torch.get_float32_matmul_precision(),
             "grad": any(i.requires_grad for i in program.inputs),
             "seconds": _SECONDS,
             "megabytes": _half_the_memory(),
             "values": "",
         }
+
+
+def _program(site: TuningSite) -> Program:
+    """The site as a program: what it computes from no inputs, such as a causal mask, in it wherever that can be."""
+    inputs = [node for node in site.sources if node not in set(site.computed)]
+    try:
+        return extract(site.result, inputs, site.sizes, site.effects, site.known, site.needs_grad)
+    except CannotExtract:
+        return extract(site.result, site.sources, site.sizes, site.effects, site.known, site.needs_grad)
 
 
 def _spread(samples: Sequence[float]) -> float:

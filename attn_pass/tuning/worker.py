@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.inductor import compile_with_inductor
@@ -135,6 +136,10 @@ def _surroundings(job: Mapping[str, Any]) -> Iterator[None]:
         if job["autocast"]:
             kind, dtype = job["autocast"]
             stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
+        if job["backends"] is not None:
+            stack.enter_context(sdpa_kernel([SDPBackend.__members__[name] for name in job["backends"]]))
+        torch.use_deterministic_algorithms(job["deterministic"])  # of a process of its own
+        torch.set_float32_matmul_precision(job["precision"])
         yield
 
 

@@ -267,6 +267,12 @@ def test_the_doctor_names_every_package_and_every_target() -> None:
     assert "packages" in printed and "on cpu" in printed and "flash-attn" in printed
 
 
+def test_the_doctor_says_in_a_sentence_what_the_environment_has_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_PASS_CHOOSE", "fast")
+    result = run("doctor")
+    assert result.exit_code == 2 and "ATTN_PASS_CHOOSE" in result.stderr
+
+
 def test_the_doctor_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"  # it is there, and compiles nothing
     broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")

@@ -103,3 +103,8 @@ def test_what_holds_no_report_says_so(what: str, tmp_path: Path) -> None:
         attn_pass.package_report(path)
     run = CliRunner().invoke(app, ["explain", str(path)])
     assert run.exit_code == 2 and "attn-pass:" in run.stderr
+
+
+def test_metadata_of_the_configuration_around_stays() -> None:
+    with torch._inductor.config.patch({"aot_inductor.metadata": {"mine": "1"}}):
+        assert with_report({}, report())["aot_inductor.metadata"].keys() == {"mine", "attn_pass"}

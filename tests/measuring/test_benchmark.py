@@ -237,3 +237,13 @@ def test_threads_are_pinned_and_let_go() -> None:
     with machine.pinned((min(before),)):
         assert os.sched_getaffinity(0) == {min(before)}
     assert os.sched_getaffinity(0) == before
+
+
+def test_where_eager_overflows_nothing_is_called_wrong() -> None:
+    def no_numbers(q: Tensor) -> Tensor:
+        wide = q.exp() * 1e38 * 1e38
+        return wide / wide.amax(-1, keepdim=True)
+
+    with torch.no_grad():
+        result = attn_pass.benchmark(no_numbers, torch.rand(4, 4))
+    assert "WRONG" not in {row.verdict for row in result.rows}

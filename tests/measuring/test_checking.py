@@ -229,3 +229,30 @@ def test_what_is_0_or_infinite_has_an_error_too() -> None:
     assert relative_error(infinite, infinite) == 0.0
     assert math.isnan(relative_error(torch.tensor([float("nan"), 2.0]), infinite))
     assert relative_error(torch.tensor([5.0, 2.0]), torch.tensor([float("nan"), 2.0])) == 0.0
+
+
+def test_an_eager_result_that_overflows_is_compared_with_nothing() -> None:
+    """Float64's is finite there: whatever a backend computes, its error is no larger than eager's."""
+
+    def overflows(q: Tensor) -> Tensor:
+        return q.exp() * 1e38 * 1e38
+
+    def zeros(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *args: [torch.zeros_like(x) for x in gm(*args)]
+
+    assert attn_pass.check(overflows, torch.rand(4, 4), backend=zeros).whole == "not run"
+
+
+def test_a_wrong_result_that_is_no_number_is_json_all_the_same() -> None:
+    def nan(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *args: [x * math.nan for x in gm(*args)]
+
+    result = attn_pass.check(torch.relu, torch.rand(4), backend=nan)
+    assert result.whole == "WRONG"
+    assert json.loads(result.to_json(), parse_constant=pytest.fail)["whole_error"] is None
+
+
+def test_a_folder_with_a_space_is_named_in_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_PASS_VERIFY_DIR", str(folder / "my folder"))
+    (site,) = attn_pass.check(causal, *heads(), backend=without_mask).wrong
+    assert Path(site.script).is_file()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
@@ -20,8 +21,10 @@ from attn_pass.devices.cpu.linear import rules
 from attn_pass.entries.transaction import decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
+from attn_pass.projections.linear import linear_of
 
 B, L, E = 2, 9, 512  # a weight of 2^18 elements
+MANY = torch.randn(B, 210, E)
 Layer = Callable[..., Tensor]
 
 
@@ -124,17 +127,40 @@ def under_autocast(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(x, w, b)
 
 
+def detached_in_place(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Dynamo's one fake value of the result says afterwards that no gradient is asked for."""
+    y = F.linear(x.flatten(0, 1), w, b)
+    squares = (y * y).sum()
+    y.detach_()
+    return y + 0 * squares
+
+
+def turned_in_place(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    y = x @ w.t_()
+    w.t_()
+    return y
+
+
+def inside_no_grad(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = F.linear(x, w, b)
+    return y * b.sum()
+
+
 LEFT: dict[str, tuple[Layer, dict[str, Any]]] = {
     "in float64": (F.linear, {"dtype": torch.float64}),
     "in float16": (F.linear, {"dtype": torch.float16}),
     "with gradients": (F.linear, {"grad": True}),
+    "with a gradient, and detached in place": (detached_in_place, {"grad": True}),
     "under autocast": (under_autocast, {}),
     "of a weight that is computed": (lambda x, w, b: F.linear(x, w * 1.0, b), {}),
     "small": (lambda x, w, b: F.linear(x, w[:64].clone(), b[:64]).repeat(1, 1, 8), {}),
     "under vmap": (lambda x, w, b: torch.vmap(lambda y: F.linear(y, w, b))(x), {}),
     "opted out of": (F.linear, {"linear_layers": "off"}),
+    "with a bias of one number": (lambda x, w, b: F.linear(x, w, b[:1].clone()), {}),
     "in a frozen package": (F.linear, {"frozen": True, "program": "aoti"}),
-    "frozen, with any number of rows": (F.linear, {"frozen": True, "dynamic": True}),
+    "frozen, with any number of rows": (F.linear, {"frozen": True, "dynamic": True, "x": MANY}),
+    "few rows, and any number of them": (F.linear, {"dynamic": True}),
     "frozen, in bfloat16": (F.linear, {"frozen": True, "dtype": torch.bfloat16}),
 }
 
@@ -151,7 +177,33 @@ def test_taken_without_their_neighbours() -> None:
     """What the table above leaves is taken where the one thing that refuses it is not there."""
     assert decided(F.linear, frozen=True).calls == 1
     assert decided(F.linear, program="aoti").calls == 1
-    assert decided(F.linear, dynamic=True).calls == 1
+    assert decided(F.linear, MANY, dynamic=True).calls == 1
+    assert decided(inside_no_grad, grad=True).calls == 1
+    assert decided(lambda x, w, b: F.linear(F.linear(x, w, b).relu_(), w)).calls == 2
+
+
+def test_decided_for_another_device() -> None:
+    model, x = Around(F.linear).eval(), torch.randn(B, L, E)
+    for device, layers in ((None, 1), ("cpu", 1), ("H200", 0), ("Graviton4", 0)):
+        with torch.no_grad():
+            report = attn_pass.explain(model, x, attn_pass_options={"choose": "fused", "device": device})
+        assert sum(record.layers for record in report.linear_layers) == layers, device
+
+
+def test_a_family_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([rules.faster_linear(LAYER)])  # and the second layer raises StopIteration
+    monkeypatch.setattr("attn_pass.devices.cpu.family.faster_linear", lambda layer: next(answers))
+    with pytest.warns(attn_pass.AttnPassWarning, match="linear layers stay torch's calls"):
+        backend = decided(lambda x, w, b: F.linear(F.linear(x, w, b), w, b), on_error="warn")
+    assert backend.calls == 0 and backend.report.linear_layers == [] and len(backend.report.rewritten) == 1
+
+
+def test_a_weight_that_is_turned_in_place() -> None:
+    graph = torch.fx.symbolic_trace(turned_in_place, {"b": None}).graph
+    fake = FakeTensorMode().from_tensor(torch.randn(E, E))
+    for node in graph.nodes:
+        node.meta["example_value"] = fake
+    assert [node for node in graph.nodes if linear_of(node) is not None] == []
 
 
 def test_a_graph_whose_attention_is_left_is_left() -> None:
@@ -188,11 +240,21 @@ def test_where_the_processor_or_the_user_says_otherwise(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("rows", "features", "width", "taken"),
-    [(1, 512, 512, True), (1, 512, 511, False), (2000, 160, 160, True), (1000, 160, 160, False)],
+    ("rows", "features", "width", "is_static", "taken"),
+    [
+        (1, 512, 512, True, True),
+        (1, 512, 511, True, False),
+        (2000, 160, 160, True, True),
+        (1000, 160, 160, True, False),
+        (400, 512, 512, False, True),
+        (300, 512, 512, False, False),
+    ],
 )
-def test_the_sizes_that_were_measured(rows: int, features: int, width: int, taken: bool) -> None:
-    assert (rules.faster_linear(replace(LAYER, rows=rows, features=features, width=width)) is not None) == taken
+def test_the_sizes_that_were_measured(rows: int, features: int, width: int, is_static: bool, taken: bool) -> None:
+    assert (
+        rules.faster_linear(replace(LAYER, rows=rows, features=features, width=width, has_static_rows=is_static))
+        is not None
+    ) == taken
 
 
 # ---------------------------------------------------------------- compiled
@@ -215,13 +277,29 @@ def test_compiled(dtype: torch.dtype) -> None:
         compiled = torch.compile(
             model, backend=attn_pass.backend, dynamic=True, options={"choose": "fused", "on_error": "raise"}
         )
-        for rows in (L, 1, 31):
+        for rows in (210, 31):
             x = torch.randn(B, rows, E, dtype=dtype)
             exact = model.double()(x.double())
             model.to(dtype)
             error, stock = ((y - exact).abs().max() for y in (compiled(x), model(x)))
             assert error <= 2 * stock + 1e-5
     assert sum(record.layers for record in report.linear_layers) == report.graphs * (3 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
+def test_frozen(mode: str | None) -> None:
+    """By Inductor's setting for this compile; one that times products itself is left to do so."""
+    model = Around(lambda x, w, b: F.linear(x, w, b).flatten(0, 1) @ w).eval()
+    x = torch.randn(B, L, E)
+    options = {"choose": "fused", "tune": False, "on_error": "raise", "freezing": True}
+    if mode is not None:
+        options["max_autotune"] = True
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report:
+        got = torch.compile(model, backend=attn_pass.backend, options=options)(x)
+        torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
+    assert sum(record.layers for record in report.linear_layers) == (2 if mode is None else 0)
 
 
 @pytest.mark.slow

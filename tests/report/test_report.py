@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 import attn_pass
 from attn_pass.report import history
 from attn_pass.report.history import clear_reports, publish, record, reports
+from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.places import module_path, source_line
 from attn_pass.report.record import Report
+from attn_pass.report.region import RegionReport
 from attn_pass.report.site import SiteReport
 
 
@@ -380,3 +383,29 @@ def test_shapes_are_those_of_the_program(shape: tuple[int, ...], form: str) -> N
     q, k = torch.randn(shape), torch.randn(*shape[:2], 5, 4)
     (site,) = attn_pass.explain(program, q, k, k).sites
     assert site.shapes == {"query": shape, "key": (*shape[:2], 5, 4), "value": (*shape[:2], 5, 4)}
+
+
+def test_control_characters_reach_no_terminal() -> None:
+    """A stored report may come from anywhere."""
+    bell = "a\x1b]0;owned\x07"
+    region = RegionReport(outcome="left", reason=bell)
+    layers = LinearLayersReport(library=bell, reason=bell, features=1, width=1, dtype=bell)
+    site = SiteReport(outcome="left", reason="x", fixed=(bell,))
+    report = attn_pass.Report(sites=[site], regions=[region], linear_layers=[layers], graph_breaks=(bell,))
+    shown = str(attn_pass.Report.from_dict(report.to_dict()))
+    assert "owned" in shown and not [c for c in shown if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize("has_stream", [True, False])
+def test_a_report_is_written_where_nobody_says_what_a_stream_is(
+    has_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tee that only writes, and the output of a daemon, which is none."""
+
+    class Tee:
+        def write(self, text: str) -> int:
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Tee() if has_stream else None)
+    site = SiteReport(outcome="left", reason="x")
+    assert "left" in str(attn_pass.Report(sites=[site]))

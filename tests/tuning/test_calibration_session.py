@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import time
@@ -14,11 +15,13 @@ import torch
 from host_events import Event
 from typer.testing import CliRunner
 
+import attn_pass
 from attn_pass.cli.main import app
 from attn_pass.devices.cpu import probes as cpu
 from attn_pass.devices.cuda.clock import EventClock
 from attn_pass.devices.registry import device_for
 from attn_pass.tuning import clock, disk_cache
+from attn_pass.tuning.calibration_session import calibrate
 from attn_pass.tuning.clock import Reading
 
 CPU = torch.device("cpu")
@@ -128,3 +131,24 @@ def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None
 def test_with_one_thread_other_load_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert clock.read(lambda: time.sleep(0.01), clock.Clock(), block_s=0.0).us < 5000
+
+
+def test_what_could_not_be_stored_was_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    monkeypatch.setenv(disk_cache.VARIABLE, str(blocked))
+    disk_cache._warn_once.cache_clear()
+    _reading(monkeypatch, 0.0)
+    with pytest.warns(attn_pass.AttnPassWarning, match="could not be stored"):
+        outcome = calibrate(CPU, 0.1, lambda *_: None)
+    assert not outcome.kept
+
+
+def test_processors_with_other_instructions_do_not_share_a_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = importlib.import_module("attn_pass.devices.cpu.family")
+    facts = set()
+    for instructions, amd in (("avx512", False), ("amx", False), ("avx512_bf16", True), ("avx512", True)):
+        monkeypatch.setattr(family, "instruction_set", lambda name=instructions: name)
+        monkeypatch.setattr(family, "is_amd", lambda made_by=amd: made_by)
+        facts.add(family.FAMILY.facts(device_for(CPU)))
+    assert len(facts) == 4

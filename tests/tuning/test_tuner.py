@@ -187,3 +187,60 @@ def test_the_worker_gets_the_known_buffers_and_measures_training_with_its_backwa
     inputs = qkv(2, 2, 64, 64, 32, grad=True)
     site = site_of(Masked(64), *inputs, assume_constant_buffers=True)
     assert site.mask == "causal" and {"leave", "sdpa"} <= site.measured_us.keys(), site.reason
+
+
+def job_of(fn: Callable[..., Any], *inputs: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a worker is asked to measure."""
+    jobs: list[dict[str, Any]] = []
+
+    def noted(job: dict[str, Any], _: object) -> str:
+        jobs.append(job)
+        return "only looked at"
+
+    monkeypatch.setattr(tuner, "_run", noted)
+    with torch.no_grad():
+        site_of(fn, *inputs)
+    return jobs[0]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1)
+    return (q @ k.mT * 0.125).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
+def test_a_mask_that_the_program_makes_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not as a random one, in which no kernel can skip a key; one that is given is random, and of its own."""
+    job = job_of(causal, *qkv(1, 8, 256, 256, 64), monkeypatch=monkeypatch)
+    assert "triu" in job["text"] and [i["dtype"] for i in job["inputs"]] == ["float32"] * 3
+
+    def given(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT * 0.125).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+    job = job_of(given, *qkv(1, 8, 256, 256, 64), torch.rand(256, 256) > 0.5, monkeypatch=monkeypatch)
+    assert [i["dtype"] for i in job["inputs"]].count("bool") == 1
+
+
+def test_the_worker_runs_under_the_same_kernels_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            k, v = (x.repeat_interleave(4, 1) for x in (k, v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    inputs = qkv(1, 8, 256, 256, 64, kv_heads=2)
+    assert list(job_of(attention, *inputs, monkeypatch=monkeypatch)["backends"]) == ["MATH"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert job_of(grouped, *inputs, monkeypatch=monkeypatch)["deterministic"] is True
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as for want of a compiler."""
+    only_leave = {"us": {"leave": [1.0]}, "failed": {"sdpa": "no compiler"}}
+    monkeypatch.setattr(tuner, "_run", lambda *_: only_leave)
+    with torch.no_grad():
+        assert "no compiler" in site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2)).reason
+    assert list(tmp_path.iterdir()) == []

@@ -54,6 +54,7 @@ def detected() -> str:
     return "avx512_fp16" if name == "avx512" and source.processor_says("avx512_fp16") else name
 
 
+@cache
 def is_amd() -> bool:
     """Whether AMD made the processor, by what Linux says."""
     return source.processor_says("AuthenticAMD")

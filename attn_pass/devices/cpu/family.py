@@ -61,8 +61,9 @@ class Cpu(Family):
         return by_name(name)
 
     def facts(self, device: Device) -> str:
-        """The processor's architecture and vector unit."""
-        return f"{device.name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+        """The processor's architecture, maker, and the instructions that kernels and products use."""
+        maker = ", AMD" if is_amd() else ""
+        return f"{device.name}, {platform.machine()}{maker}, {instruction_set()}"
 
     def identity(self) -> Iterator[str]:
         """The vector unit, and what was measured."""

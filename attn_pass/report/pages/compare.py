@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attn_pass.report.json_schema import finite
 from attn_pass.report.pages.html import rendered
 from attn_pass.report.pages.times import baseline_us, time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
@@ -134,8 +135,8 @@ class Comparison:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The dict of `to_dict` as JSON."""
-        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+        """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
+        return json.dumps(finite(self.to_dict()), indent=indent, ensure_ascii=False, allow_nan=False)
 
     def __str__(self) -> str:
         return self.table()

@@ -15,6 +15,7 @@ from attn_pass.devices.cpu.facts import instruction_set, is_amd
 
 _FEWEST_WEIGHTS = 1 << 18
 _LEAST_WORK = 1e8
+_LEAST_WORK_OF_ANY_ROWS = 2e8  # oneDNN makes code for each number of rows that it meets first, 0.6 ms each time
 _NO_MKL = "oneDNN is faster than MKL on this processor"
 _NO_COPY = "oneDNN adds the bias without a copy of it"
 
@@ -23,25 +24,37 @@ def faster_linear(layer: LinearLayer) -> FasterLinear | None:
     """The call that is faster for a layer, and why; None where it is not, or was not measured."""
     if not is_amd() or not instruction_set().startswith("avx512") or _is_tuned_by_inductor() or not _is_onednn_on():
         return None
-    if layer.dtype == torch.float32 and _is_mkl_slower(layer):
-        return _by_onednn(_NO_MKL)
-    # A frozen program's layers are oneDNN's there, packed and fused with what follows.
-    if layer.dtype == torch.bfloat16 and layer.has_bias and not layer.is_constant:
-        return _by_onednn(_NO_COPY)
-    return None
+    if not is_faster_on_amd(layer):
+        return None
+    return _by_onednn(_NO_MKL if layer.dtype == torch.float32 else _NO_COPY)
+
+
+def is_faster_on_amd(layer: LinearLayer) -> bool:
+    """Whether oneDNN takes less time for a layer there than torch's call does."""
+    if layer.dtype == torch.float32:
+        return _is_mkl_slower(layer)
+    # A frozen program's layers are oneDNN's already, packed and fused with what follows.
+    return layer.dtype == torch.bfloat16 and layer.has_bias and not layer.is_constant
 
 
 def _is_mkl_slower(layer: LinearLayer) -> bool:
     if not torch.backends.mkl.is_available() or (layer.is_constant and not layer.has_static_rows):
         return False  # with dynamic sizes a frozen program calls oneDNN itself
     weights = layer.features * layer.width
-    return weights >= _FEWEST_WEIGHTS or 2.0 * weights * layer.rows >= _LEAST_WORK
+    work = 2.0 * weights * layer.rows
+    if not layer.has_static_rows:
+        return work >= _LEAST_WORK_OF_ANY_ROWS
+    return weights >= _FEWEST_WEIGHTS or work >= _LEAST_WORK
 
 
 def _is_onednn_on() -> bool:
     """Whether torch calls oneDNN, in full precision."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    return bool(torch.backends.mkldnn.enabled) and matmul.fp32_precision in ("none", "ieee")
+    return (
+        torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and matmul.fp32_precision in ("none", "ieee")
+    )
 
 
 def _is_tuned_by_inductor() -> bool:

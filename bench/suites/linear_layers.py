@@ -1,0 +1,117 @@
+"""Linear layers by the library that torch calls and by oneDNN: `python -m bench linear-layers [--json FILE]`.
+
+What `attn_pass.devices.cpu.linear.rules` decides by. Up to 256 rows every call reads another weight, of 100 MB in all,
+as the layers of a model do; each cell is the median of interleaved samples of at least 10 ms. "Packed by MKL" is what
+Inductor's ``freezing`` calls in float32, "packed by oneDNN" what it calls in bfloat16 and in packages.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from attn_pass.devices.base import LinearLayer
+from attn_pass.devices.cpu.linear import rules
+from bench.harness.command import Json, Quick, Rounds, Threads, finish, started
+from bench.harness.console import plain_console
+from bench.harness.document import Column, Row, Table
+
+SHAPES = ((96, 384), (192, 192), (192, 768), (768, 192), (384, 384), (384, 1536), (768, 768), (768, 3072), (3072, 768))
+ROWS = (1, 4, 16, 64, 512, 2048)
+_BYTES, _FEW, _SECONDS = 100e6, 256, 0.01
+COLUMNS = (
+    Column("features", "features"),
+    Column("width", "width"),
+    Column("rows", "rows"),
+    Column("torch us", "torch", ",.1f"),
+    Column("A/A", "again", ".2f"),
+    Column("oneDNN", "plain", ".2f"),
+    Column("by columns", "columns", ".2f"),
+    Column("no bias", "unbiased", ".2f"),
+    Column("packed by MKL", "mkl", ".2f"),
+    Column("packed by oneDNN", "packed", ".2f"),
+    Column("taken", "taken"),
+)
+_NOTE = (
+    "Speedup over torch.addmm(bias, rows, weight.t()), whose time is in microseconds; by columns: the weight is stored "
+    "transposed, compared with torch.addmm of it; no bias: compared with torch.mm. Taken: on AMD's processors the pass "
+    "gives it to oneDNN, with a bias and without `freezing`."
+)
+
+
+def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
+    """The ways to multiply, each a function of which weight it reads."""
+    copies = max(1, min(64, int(_BYTES / (features * width * dtype.itemsize)))) if rows <= _FEW else 1
+    x, bias = torch.randn(rows, features, dtype=dtype), torch.randn(width, dtype=dtype)
+    weights = [torch.randn(width, features, dtype=dtype) for _ in range(copies)]
+    turned = [w.t().contiguous() for w in weights]
+    onednn = torch.ops.mkldnn._linear_pointwise.default
+    packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+
+    def by_onednn(of: list[torch.Tensor], added: torch.Tensor | None, transposed: bool, n: int) -> Any:
+        weight = of[n % copies]
+        return onednn(x, weight.t() if transposed else weight, added, "none", [], "")
+
+    calls: dict[str, Callable[[int], Any]] = {
+        "torch": lambda n: torch.addmm(bias, x, weights[n % copies].t()),
+        "again": lambda n: torch.addmm(bias, x, weights[n % copies].t()),
+        "plain": partial(by_onednn, weights, bias, False),
+        "torch columns": lambda n: torch.addmm(bias, x, turned[n % copies]),
+        "columns": partial(by_onednn, turned, bias, True),
+        "torch unbiased": lambda n: torch.mm(x, weights[n % copies].t()),
+        "unbiased": partial(by_onednn, weights, None, False),
+        "packed": partial(by_onednn, packed, bias, False),
+    }
+    if dtype == torch.float32 and torch.backends.mkl.is_available():
+        by_mkl = [torch.ops.mkl._mkl_reorder_linear_weight(w, rows) for w in weights]
+        calls["mkl"] = lambda n: torch.ops.mkl._mkl_linear(x, by_mkl[n % copies], weights[n % copies], bias, rows)
+    return calls
+
+
+def _microseconds(calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
+    """The median time of each, interleaved."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    often: dict[str, int] = {}
+    for name, call in calls.items():
+        call(0)
+        began = time.perf_counter()
+        call(1)
+        often[name] = max(3, min(400, int(_SECONDS / (time.perf_counter() - began + 1e-9))))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            call(0)
+            began = time.perf_counter()
+            for n in range(often[name]):
+                call(n)
+            samples[name].append((time.perf_counter() - began) / often[name])
+    return {name: 1e6 * statistics.median(of) for name, of in samples.items()}
+
+
+def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) -> Row:
+    us = _microseconds(_calls(rows, features, width, dtype), rounds)
+    beside = {"columns": "torch columns", "unbiased": "torch unbiased"}
+    speedups = {n: us[beside.get(n, "torch")] / us[n] for n in us if not n.startswith("torch")}
+    layer = LinearLayer(dtype, rows, features, width, True, True, False)
+    taken = "yes" if rules.is_faster_on_amd(layer) else "-"
+    return {"features": features, "width": width, "rows": rows, "torch": us["torch"], **speedups, "taken": taken}
+
+
+def _tables(rounds: int, quick: bool) -> Iterator[Table]:
+    for dtype in (torch.float32, torch.bfloat16):
+        table = Table(f"Linear layers, {str(dtype).removeprefix('torch.')}", COLUMNS, notes=[_NOTE])
+        shapes = product(SHAPES[-2:-1] if quick else SHAPES, ROWS[:2] if quick else ROWS)
+        table.rows += [_row(rows, features, width, dtype, rounds) for (features, width), rows in shapes]
+        yield table
+
+
+def main(json_file: Json = None, threads: Threads = 2, rounds: Rounds = 7, quick: Quick = False) -> None:
+    """Linear layers by the library that torch calls, and by oneDNN."""
+    document = started("Linear layers by another library", threads=threads, rounds=rounds)
+    document.tables += _tables(rounds, quick)
+    finish(plain_console(), document, json_file)
