@@ -59,13 +59,15 @@ class LinearLayer:
 class FasterLinear(NamedTuple):
     """A call that is faster than torch's for a linear layer.
 
-    ``operator`` takes (input, weight, bias or None) as torch's does and returns a contiguous result; ``library`` is
-    whose code it is, and ``reason`` why it is faster.
+    ``operator`` takes (input, weight, bias or None, activation) and returns a contiguous result; ``library`` is whose
+    code it is, ``reason`` why it is faster, and ``activations`` those that it applies: "gelu", "gelu, tanh", "silu" and
+    "none", which is the default.
     """
 
     operator: Any
     library: str
     reason: str
+    activations: Sequence[str] = ("none",)
 
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")

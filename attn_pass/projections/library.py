@@ -6,7 +6,7 @@ operands and its result have one dtype, and that nobody asks for a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,12 @@ LINEAR_LAYERS = "linear layers"
 """What a second try is without, beside names of targets."""
 
 
+_ACTIVATIONS: Mapping[Any, str] = {
+    torch.nn.functional.gelu: "gelu",
+    torch.ops.aten.gelu.default: "gelu",
+    torch.nn.functional.silu: "silu",
+    torch.ops.aten.silu.default: "silu",
+}
 DeviceOf = Callable[[torch.device], Device]
 
 
@@ -42,7 +48,7 @@ def give_to_libraries(
     if is_constant and program == "aoti":
         return []  # Inductor packs them for the same library, and fuses what follows
     regions = Regions(gm.graph, region)
-    found: list[tuple[Linear, LinearLayer, FasterLinear]] = []
+    found: list[tuple[Linear, LinearLayer, FasterLinear, Node | None]] = []
     for node in gm.graph.nodes:
         linear = linear_of(node)
         if linear is None or regions.of(node).functorch:
@@ -52,13 +58,36 @@ def give_to_libraries(
         layer = _facts(linear, sizes, is_constant)
         faster = None if layer is None else _faster(linear, layer, device)
         if layer is not None and faster is not None:
-            found.append((linear, layer, faster))
+            found.append((linear, layer, faster, _applied(node, regions, faster)))
     records: list[LinearLayersReport] = []
     replaced: dict[Node, Node] = {}
-    for linear, layer, faster in found:
-        _note(records, linear, layer, faster)
-        replaced[linear.node] = _replace(gm.graph, linear, replaced.get(linear.input, linear.input), faster.operator)
+    for linear, layer, faster, applied in found:
+        activation = "none" if applied is None else _activation(applied)
+        _note(records, linear, layer, faster, activation)
+        rows = replaced.get(linear.input, linear.input)
+        old = linear.node if applied is None else applied
+        replaced[old] = _replace(gm.graph, linear, rows, old, faster.operator, activation)
     return records
+
+
+def _applied(node: Node, regions: Regions, faster: FasterLinear) -> Node | None:
+    """The activation of a layer's result that nothing else reads, if the library applies it in the same call."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    before, after = tensor_value(node), tensor_value(user)
+    is_same = before is not None and after is not None and before.dtype == after.dtype
+    known = is_same and _activation(user) in faster.activations and regions.of(user) == regions.of(node)
+    return user if known and user.all_input_nodes == [node] else None
+
+
+def _activation(node: Node) -> str:
+    """What a node applies to its input: "gelu", "gelu, tanh" or "silu"; "" if none of these."""
+    name = _ACTIVATIONS.get(node.target) if node.op == "call_function" and len(node.args) <= 1 else None
+    if name == "gelu":
+        approximate = node.kwargs.get("approximate", "none")
+        return {"none": "gelu", "tanh": "gelu, tanh"}.get(str(approximate), "")
+    return "" if name is None or node.kwargs.get("inplace") else name
 
 
 def _may_be_trained(linear: Linear, region: Region) -> bool:
@@ -110,8 +139,13 @@ def _faster(linear: Linear, layer: LinearLayer, device: DeviceOf) -> FasterLinea
     return of_type(decided_for.type).faster_linear(layer)
 
 
-def _replace(graph: Graph, linear: Linear, rows: Node, operator: Callable[..., Any]) -> Node:
-    """Puts the library's call in a layer's place; ``rows`` is what its input is by now."""
+def _replace(
+    graph: Graph, linear: Linear, rows: Node, old: Node, operator: Callable[..., Any], activation: str
+) -> Node:
+    """Puts the library's call in a layer's place.
+
+    ``rows`` is what its input is by now, and ``old`` what is replaced: the layer, or its activation.
+    """
     node = linear.node
     with graph.inserting_before(node):
         weight = linear.weight
@@ -120,14 +154,18 @@ def _replace(graph: Graph, linear: Linear, rows: Node, operator: Callable[..., A
             for key in ("example_value", "val"):
                 if key in linear.weight.meta:
                     weight.meta[key] = linear.weight.meta[key].t()
-        call = graph.call_function(operator, (rows, weight, linear.bias))
-    call.meta = dict(node.meta)
-    node.replace_all_uses_with(call)
-    graph.erase_node(node)
+        given = (rows, weight, linear.bias)
+        call = graph.call_function(operator, given if activation == "none" else (*given, activation))
+    call.meta = dict(old.meta)
+    old.replace_all_uses_with(call)
+    for each in dict.fromkeys((old, node)):
+        graph.erase_node(each)
     return call
 
 
-def _note(records: list[LinearLayersReport], linear: Linear, layer: LinearLayer, faster: FasterLinear) -> None:
+def _note(
+    records: list[LinearLayersReport], linear: Linear, layer: LinearLayer, faster: FasterLinear, activation: str
+) -> None:
     record = LinearLayersReport(
         library=faster.library,
         reason=faster.reason,
@@ -135,6 +173,7 @@ def _note(records: list[LinearLayersReport], linear: Linear, layer: LinearLayer,
         features=layer.features,
         width=layer.width,
         dtype=dtype_name(layer.dtype),
+        activation=activation,
     )
     alike = next((one for one in records if one.is_alike(record)), None)
     if alike is None:

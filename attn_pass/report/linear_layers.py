@@ -18,6 +18,7 @@ class LinearLayersReport(Record):
         features: how many features their input has.
         width: how many their result has.
         dtype: of both, and of the weight.
+        activation: what is applied to the result in the same call: "gelu", "gelu, tanh" or "silu"; "none" if nothing.
         layers: how many of them are in the graph.
     """
 
@@ -27,6 +28,7 @@ class LinearLayersReport(Record):
     features: int
     width: int
     dtype: str
+    activation: str = "none"
     layers: int = 1
 
     def mark_left(self, reason: str) -> None:
@@ -38,11 +40,12 @@ class LinearLayersReport(Record):
         return self._facts() == other._facts()
 
     def _facts(self) -> tuple[object, ...]:
-        return self.library, self.reason, self.features, self.width, self.dtype
+        return self.library, self.reason, self.features, self.width, self.dtype, self.activation
 
     def line(self) -> str:
         """The record as a line of text."""
-        which = f"{self.features} to {self.width} features, {self.dtype}"
+        applied = "" if self.activation == "none" else f", with {self.activation}"
+        which = f"{self.features} to {self.width} features, {self.dtype}{applied}"
         times = "" if self.layers == 1 else f", {self.layers} times"
         done = f"multiplied by {self.library}" if self.library else "as written"
         return f"linear layers {done}: {which}{times}: {self.reason}, {self.where}"

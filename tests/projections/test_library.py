@@ -115,6 +115,39 @@ def test_a_layer_of_bfloat16(name: str) -> None:
     assert decided(LAYERS[name], dtype=torch.bfloat16).calls == has_bias
 
 
+ACTIVATIONS: dict[str, tuple[Layer, str]] = {
+    "gelu": (lambda x, w, b: F.gelu(F.linear(x, w, b)), "gelu"),
+    "gelu by tanh": (lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"), "gelu, tanh"),
+    "silu": (lambda x, w, b: F.silu(F.linear(x, w, b)), "silu"),
+    "silu of a layer by columns": (lambda x, w, b: F.silu(torch.addmm(b, x.flatten(0, 1), w)), "silu"),
+    "silu, and the layer's result": (lambda x, w, b: torch.add(*(f(F.linear(x, w, b)) for f in (F.silu, abs))), "silu"),
+    "relu, in which NaN may get lost": (lambda x, w, b: F.relu(F.linear(x, w, b)), "none"),
+    "silu in place": (lambda x, w, b: F.silu(F.linear(x, w, b), inplace=True), "none"),
+    "silu of what is used again": (lambda x, w, b: (y := F.linear(x, w, b)) + F.silu(y), "none"),
+    "silu under autocast, which leaves it": (lambda x, w, b: _silu_under_autocast(F.linear(x, w, b)), "none"),
+}
+
+
+def _silu_under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.silu(x)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_applied_in_the_same_call(name: str) -> None:
+    layer, activation = ACTIVATIONS[name]
+    records = decided(layer).report.linear_layers
+    assert activation in [record.activation for record in records]
+    assert sum(record.layers for record in records) == (2 if "and the layer's result" in name else 1)
+
+
+def test_an_activation_of_nothing_but_nan_is_nan() -> None:
+    model, backend = Around(lambda x, w, b: F.gelu(F.linear(x, w, b))), Decided()
+    with torch.no_grad():
+        assert torch.compile(model, backend=backend)(torch.full((B, L, E), float("nan"))).isnan().all()
+    assert [record.activation for record in backend.report.linear_layers] == ["gelu"]
+
+
 def test_layers_that_are_alike_are_one_record() -> None:
     report = decided(lambda x, w, b: F.linear(F.linear(x, w, b), w, b)).report
     assert [record.layers for record in report.linear_layers] == [2]
@@ -269,7 +302,7 @@ def test_compiled(dtype: torch.dtype) -> None:
 
     def layers(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         flat = torch.addmm(b, F.linear(x, w, b).flatten(0, 1), w)
-        return F.linear(F.gelu(flat), w).unflatten(0, (B, -1))
+        return F.linear(F.gelu(flat), w).unflatten(0, (B, -1))  # with the activation in the call
 
     model = Around(layers, dtype).eval()
     torch._dynamo.reset()

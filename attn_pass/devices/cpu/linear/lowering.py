@@ -12,16 +12,17 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
-from attn_pass.devices.cpu.linear.operator import OPERATOR
+from attn_pass.devices.cpu.linear.operator import ONEDNNS, OPERATOR
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
-def lower(input: Any, weight: Any, bias: Any = None) -> Any:
+def lower(input: Any, weight: Any, bias: Any = None, activation: str = "none") -> Any:
     """A contiguous buffer."""
     realized = ir.ExternKernel.realize_input
     contiguous = ir.ExternKernel.require_contiguous
     operands = [contiguous(realized(input)), realized(weight)]
-    pointwise: list[Any] = ["none", [-1], ""]
+    name, algorithm = ONEDNNS[activation]
+    pointwise: list[Any] = [name, [-1], algorithm]
     if bias is None:
         pointwise.insert(0, None)
     else:

@@ -65,6 +65,6 @@ def _is_tuned_by_inductor() -> bool:
 
 
 def _by_onednn(reason: str) -> FasterLinear:
-    from attn_pass.devices.cpu.linear.operator import OPERATOR
+    from attn_pass.devices.cpu.linear.operator import ONEDNNS, OPERATOR
 
-    return FasterLinear(OPERATOR, "oneDNN", reason)
+    return FasterLinear(OPERATOR, "oneDNN", reason, tuple(ONEDNNS))
