@@ -40,6 +40,8 @@ RUNS = (
     Run("forms-cpu", "common forms, by hand and as calls, before the CPU kernel"),
     Run("cases-cpu", "collected cases that must be fast, before the CPU kernel"),
     Run("peers-cpu", "whole models in float32, with and without freezing, and in other systems"),
+    Run("peers-cpu-onednn", "the same later, as packages too, with linear layers by oneDNN"),
+    Run("peers-cpu-onednn-gelu", "the same of ViT, with activations in the calls of oneDNN"),
     Run("peers-cpu-bf16", "whole models in bfloat16, as packages too, and in other systems"),
     Run("peers-cpu-t5", "T5, float32 and bfloat16, and in other systems, later"),
     Run("peers-cpu-swin-bf16", "Swin in bfloat16, and in other systems, later"),

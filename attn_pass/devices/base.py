@@ -44,6 +44,7 @@ class LinearLayer:
         width: how many the result has.
         has_bias: a bias is added.
         has_static_rows: their number is known when it is compiled.
+        by_columns: the weight is stored transposed, (features, width).
         is_constant: the weight becomes a constant of the compiled code, which Inductor packs itself (``freezing``).
     """
 
@@ -53,6 +54,7 @@ class LinearLayer:
     width: int
     has_bias: bool
     has_static_rows: bool
+    by_columns: bool
     is_constant: bool
 
 

@@ -119,6 +119,7 @@ def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | Non
         width=width,
         has_bias=linear.bias is not None,
         has_static_rows=isinstance(rows, int),
+        by_columns=linear.by_columns,
         is_constant=is_constant,
     )
 

@@ -41,7 +41,7 @@ COLUMNS = (
 _NOTE = (
     "Speedup over torch.addmm(bias, rows, weight.t()), whose time is in microseconds; by columns: the weight is stored "
     "transposed, compared with torch.addmm of it; no bias: compared with torch.mm. Taken: on AMD's processors the pass "
-    "gives it to oneDNN, with a bias and without `freezing`."
+    "gives it to oneDNN, with a bias and without `freezing`; by columns from 4 rows on."
 )
 
 
@@ -97,7 +97,7 @@ def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) 
     us = _microseconds(_calls(rows, features, width, dtype), rounds)
     beside = {"columns": "torch columns", "unbiased": "torch unbiased"}
     speedups = {n: us[beside.get(n, "torch")] / us[n] for n in us if not n.startswith("torch")}
-    layer = LinearLayer(dtype, rows, features, width, True, True, False)
+    layer = LinearLayer(dtype, rows, features, width, True, True, False, False)
     taken = "yes" if rules.is_faster_on_amd(layer) else "-"
     return {"features": features, "width": width, "rows": rows, "torch": us["torch"], **speedups, "taken": taken}
 

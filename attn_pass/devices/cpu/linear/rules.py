@@ -1,6 +1,6 @@
 """Where oneDNN multiplies a linear layer faster than torch's call does: by measurements on Zen 4 alone.
 
-In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.36 to 1.0 times its
+In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.4 to 1.0 times its
 time where the weight has 2^18 elements or the product 1e8 operations; smaller calls lose more on the way to oneDNN than
 they gain. In bfloat16 both are oneDNN, but torch first copies the bias into the result, in which
 it then adds: a layer with a bias takes 0.7 to 1.0 times the time without that copy (docs/linear_layers.md).
@@ -16,6 +16,7 @@ from attn_pass.devices.cpu.facts import instruction_set, is_amd
 _FEWEST_WEIGHTS = 1 << 18
 _LEAST_WORK = 1e8
 _LEAST_WORK_OF_ANY_ROWS = 2e8  # oneDNN makes code for each number of rows that it meets first, 0.6 ms each time
+_FEWEST_ROWS_BY_COLUMNS = 4
 _NO_MKL = "oneDNN is faster than MKL on this processor"
 _NO_COPY = "oneDNN adds the bias without a copy of it"
 
@@ -31,10 +32,12 @@ def faster_linear(layer: LinearLayer) -> FasterLinear | None:
 
 def is_faster_on_amd(layer: LinearLayer) -> bool:
     """Whether oneDNN takes less time for a layer there than torch's call does."""
+    if layer.by_columns and layer.rows < _FEWEST_ROWS_BY_COLUMNS:
+        return False  # it reads the weight at 0.6 to 1.1 times MKL's rate then
     if layer.dtype == torch.float32:
         return _is_mkl_slower(layer)
     # A frozen program's layers are oneDNN's already, packed and fused with what follows.
-    return layer.dtype == torch.bfloat16 and layer.has_bias and not layer.is_constant
+    return layer.dtype == torch.bfloat16 and layer.has_bias and not (layer.is_constant or layer.by_columns)
 
 
 def _is_mkl_slower(layer: LinearLayer) -> bool:
