@@ -71,7 +71,7 @@ class Join:
         """
         effects = self.grouping.effects
         nodes = [one.node for one in self.linears]
-        for tensor in [n for one in self.linears for n in (one.weight, one.bias) if n is not None]:
+        for tensor in [n for one in self.linears for n in one.parameters]:
             if effects.position[tensor] > effects.position[nodes[0]]:
                 nodes[0].prepend(tensor)  # an attribute, which nothing writes
         gone = set(nodes)

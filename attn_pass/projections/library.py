@@ -17,7 +17,7 @@ from attn_pass.devices.base import FasterLinear, LinearLayer
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import of_type
 from attn_pass.graph.regions import Region, Regions
-from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_value, wants_gradient
+from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_value, value_key, wants_gradient
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import product
 from attn_pass.projections.linear import Linear, linear_of
@@ -26,8 +26,6 @@ from attn_pass.report.places import source_line
 
 LINEAR_LAYERS = "linear layers"
 """What a second try is without, beside names of targets."""
-
-
 _ACTIVATIONS: Mapping[Any, str] = {
     torch.nn.functional.gelu: "gelu",
     torch.ops.aten.gelu.default: "gelu",
@@ -92,14 +90,13 @@ def _activation(node: Node) -> str:
 
 def _may_be_trained(linear: Linear, region: Region) -> bool:
     """Whether a gradient may be asked for; that of the result says less, as ``detach_()`` changes it afterwards."""
-    operands = (linear.input, linear.weight, *([] if linear.bias is None else [linear.bias]))
+    operands = (linear.input, *linear.parameters)
     return region.grad_enabled is not False and any(wants_gradient(operand) for operand in operands)
 
 
 def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | None:
     """What a layer's speed depends on; None for one that is no product of plain tensors of one dtype."""
-    nodes = [linear.node, linear.input, linear.weight, *([] if linear.bias is None else [linear.bias])]
-    fakes = [tensor_value(node) for node in nodes]
+    fakes = [tensor_value(node) for node in (linear.node, linear.input, *linear.parameters)]
     if any(type(fake) is not FakeTensor or fake.layout != torch.strided for fake in fakes):
         return None
     result, given, weight = fakes[:3]
@@ -152,9 +149,8 @@ def _replace(
         weight = linear.weight
         if linear.by_columns:
             weight = graph.call_function(torch.ops.aten.t.default, (weight,))
-            for key in ("example_value", "val"):
-                if key in linear.weight.meta:
-                    weight.meta[key] = linear.weight.meta[key].t()
+            key = value_key(linear.weight)
+            weight.meta[key] = linear.weight.meta[key].t()
         given = (rows, weight, linear.bias)
         call = graph.call_function(operator, given if activation == "none" else (*given, activation))
     call.meta = dict(old.meta)

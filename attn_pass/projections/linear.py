@@ -31,6 +31,11 @@ class Linear:
     bias: Node | None = None
     by_columns: bool = False
 
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        """The weight, and the bias if there is one."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
 
 def linear_of(node: Node) -> Linear | None:
     """The linear layer that a node is: a product with a matrix that the program was given; None for anything else."""

@@ -118,7 +118,7 @@ def _is_constant(graph: Graph, grouping: Grouping, group: Group) -> bool:
     if not graph.gm.meta.get(FOLDS_CONSTANTS) or graph.program not in ("compile", "aoti"):
         return False
     if graph.program == "aoti":
-        return all(grouping.value_of(n) is not None for one in group.linears for n in (one.weight, one.bias) if n)
+        return all(grouping.value_of(n) is not None for one in group.linears for n in one.parameters)
     return all(one.weight.op == "get_attr" for one in group.linears)
 
 

@@ -1,23 +1,22 @@
 """Linear layers by the library that torch calls and by oneDNN: `python -m bench linear-layers [--json FILE]`.
 
 What `attn_pass.devices.cpu.linear.rules` decides by. Up to 256 rows every call reads another weight, of 100 MB in all,
-as the layers of a model do; each cell is the median of interleaved samples of at least 10 ms. "Packed by MKL" is what
+as the layers of a model do; each cell is the median of samples of about 10 ms, in turns. "Packed by MKL" is what
 Inductor's ``freezing`` calls in float32, "packed by oneDNN" what it calls in bfloat16 and in packages.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
 
 from attn_pass.devices.base import LinearLayer
 from attn_pass.devices.cpu.linear import rules
+from attn_pass.measuring.timing import in_turns
 from bench.harness.command import Json, Quick, Rounds, Threads, finish, started
 from bench.harness.console import plain_console
 from bench.harness.document import Column, Row, Table
@@ -45,56 +44,43 @@ _NOTE = (
 )
 
 
-def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str, Callable[[int], Any]]:
-    """The ways to multiply, each a function of which weight it reads."""
+def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The ways to multiply; each reads the next weight at every call."""
     copies = max(1, min(64, int(_BYTES / (features * width * dtype.itemsize)))) if rows <= _FEW else 1
     x, bias = torch.randn(rows, features, dtype=dtype), torch.randn(width, dtype=dtype)
     weights = [torch.randn(width, features, dtype=dtype) for _ in range(copies)]
-    turned = [w.t().contiguous() for w in weights]
-    onednn = torch.ops.mkldnn._linear_pointwise.default
+    turned = [w.t().contiguous().t() for w in weights]  # stored by columns
     packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
 
-    def by_onednn(of: list[torch.Tensor], added: torch.Tensor | None, transposed: bool, n: int) -> Any:
-        weight = of[n % copies]
-        return onednn(x, weight.t() if transposed else weight, added, "none", [], "")
+    def by_torch(of: list[torch.Tensor], added: torch.Tensor | None = bias) -> Callable[[], Any]:
+        turn = cycle(of)
+        if added is None:
+            return lambda: torch.mm(x, next(turn).t())
+        return lambda: torch.addmm(added, x, next(turn).t())
 
-    calls: dict[str, Callable[[int], Any]] = {
-        "torch": lambda n: torch.addmm(bias, x, weights[n % copies].t()),
-        "again": lambda n: torch.addmm(bias, x, weights[n % copies].t()),
-        "plain": partial(by_onednn, weights, bias, False),
-        "torch columns": lambda n: torch.addmm(bias, x, turned[n % copies]),
-        "columns": partial(by_onednn, turned, bias, True),
-        "torch unbiased": lambda n: torch.mm(x, weights[n % copies].t()),
-        "unbiased": partial(by_onednn, weights, None, False),
-        "packed": partial(by_onednn, packed, bias, False),
+    def by_onednn(of: list[torch.Tensor], added: torch.Tensor | None = bias) -> Callable[[], Any]:
+        turn = cycle(of)
+        return lambda: torch.ops.mkldnn._linear_pointwise.default(x, next(turn), added, "none", [], "")
+
+    calls = {
+        "torch": by_torch(weights),
+        "again": by_torch(weights),
+        "plain": by_onednn(weights),
+        "torch columns": by_torch(turned),
+        "columns": by_onednn(turned),
+        "torch unbiased": by_torch(weights, None),
+        "unbiased": by_onednn(weights, None),
+        "packed": by_onednn(packed),
     }
     if dtype == torch.float32 and torch.backends.mkl.is_available():
-        by_mkl = [torch.ops.mkl._mkl_reorder_linear_weight(w, rows) for w in weights]
-        calls["mkl"] = lambda n: torch.ops.mkl._mkl_linear(x, by_mkl[n % copies], weights[n % copies], bias, rows)
+        both = cycle([(torch.ops.mkl._mkl_reorder_linear_weight(w, rows), w) for w in weights])
+        calls["mkl"] = lambda: torch.ops.mkl._mkl_linear(x, *next(both), bias, rows)
     return calls
 
 
-def _microseconds(calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
-    """The median time of each, interleaved."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    often: dict[str, int] = {}
-    for name, call in calls.items():
-        call(0)
-        began = time.perf_counter()
-        call(1)
-        often[name] = max(3, min(400, int(_SECONDS / (time.perf_counter() - began + 1e-9))))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            call(0)
-            began = time.perf_counter()
-            for n in range(often[name]):
-                call(n)
-            samples[name].append((time.perf_counter() - began) / often[name])
-    return {name: 1e6 * statistics.median(of) for name, of in samples.items()}
-
-
 def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) -> Row:
-    us = _microseconds(_calls(rows, features, width, dtype), rounds)
+    samples = in_turns(_calls(rows, features, width, dtype), (), rounds, seconds=_SECONDS)
+    us = {name: statistics.median(of) for name, of in samples.items()}
     beside = {"columns": "torch columns", "unbiased": "torch unbiased"}
     speedups = {n: us[beside.get(n, "torch")] / us[n] for n in us if not n.startswith("torch")}
     layer = LinearLayer(dtype, rows, features, width, True, True, False, False)
