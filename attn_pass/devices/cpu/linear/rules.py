@@ -1,9 +1,9 @@
 """Where oneDNN multiplies a linear layer faster than torch's call does: by measurements on Zen 4 alone.
 
-In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.4 to 1.0 times its
+In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.5 to 1.1 times its
 time where the weight has 2^18 elements or the product 1e8 operations; smaller calls lose more on the way to oneDNN than
 they gain. In bfloat16 both are oneDNN, but torch first copies the bias into the result, in which it then adds: a layer
-with a bias takes 0.7 to 1.0 times the time without that copy (docs/linear_layers.md).
+with a bias takes 0.7 to 1.2 times the time without that copy (docs/linear_layers.md).
 """
 
 from __future__ import annotations
