@@ -16,6 +16,8 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load
 from attn_pass.model.operations import COMPARISONS
 
 _WHOLE, _FLOAT, _ROUNDED = range(3)
+_COMPARED = (*COMPARISONS, "maximum", "minimum")
+_TRUTHS = (*COMPARISONS, "and", "or", "not")
 
 
 def is_repeatable(expression: Expr, dtypes: Sequence[torch.dtype]) -> bool:
@@ -35,8 +37,8 @@ def _kind(expression: Expr, dtypes: Sequence[torch.dtype]) -> int | None:
         return _of_dtype(dtypes[expression.source])
     assert isinstance(expression, Apply)
     kinds = [_kind(a, dtypes) for a in expression.args]
-    if None in kinds:
-        return None
+    if None in kinds or (expression.op in _COMPARED and len(_float_types(expression.args, dtypes)) > 1):
+        return None  # of two types: which of them is meant depends on the operands' dimensions, too
     known = [k for k in kinds if k is not None]
     return _applied(expression, known)
 
@@ -61,6 +63,20 @@ def _applied(expression: Apply, kinds: list[int]) -> int | None:
     if op in ("add", "sub", "mul") and widest == _WHOLE:
         return _WHOLE
     return _ROUNDED
+
+
+def _float_types(parts: Sequence[Expr], dtypes: Sequence[torch.dtype]) -> set[torch.dtype]:
+    """The floating types that elements come in, of numbers aside."""
+    types: set[torch.dtype] = set()
+    for part in parts:
+        if isinstance(part, Load):
+            types.add(dtypes[part.source])
+        elif isinstance(part, Apply) and part.op == "cast":
+            assert part.dtype is not None
+            types.add(part.dtype)
+        elif isinstance(part, Apply) and part.op not in _TRUTHS:
+            types |= _float_types(part.args[part.op == "where" :], dtypes)
+    return {dtype for dtype in types if dtype.is_floating_point}
 
 
 def _of_dtype(dtype: torch.dtype) -> int:

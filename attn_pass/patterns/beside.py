@@ -30,7 +30,9 @@ class Beside:
 
     def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call, run on fake values. Raises `CannotAdd` where it fails or needs a fact about symbolic sizes."""
-        mode = fake_value(self.node).fake_mode
+        mode = getattr(fake_value(self.node), "fake_mode", None)
+        if mode is None:
+            raise CannotAdd(f"{self.node.name} is no plain fake tensor")
         fakes, named = map_arg((args, kwargs), fake_value)
         grad = self.reader.regions.of(self.node).grad_enabled is not False
         guarding: AbstractContextManager[list[str]] = (

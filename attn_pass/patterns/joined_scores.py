@@ -175,13 +175,14 @@ def _is_same(reader: Reader, one: object, other: object) -> bool:
     """Whether two nodes are equal, or the same view of a node that is not written in between: a view may be a copy."""
     if one is other or not isinstance(one, Node) or not isinstance(other, Node):
         return one is other
-    call = reader.call(one)
-    if call is None or call.op not in VIEWS or (one.target, one.kwargs) != (other.target, other.kwargs):
+    call, alike = reader.call(one), reader.call(other)
+    if call is None or alike is None or call.op not in VIEWS or one.target != other.target:
         return False
     first, last = sorted(reader.order[n] for n in (one, other))
     if reader.effects.mutation_between(call["input"], first, last) is not None:
         return False
-    return _is_same(reader, one.args[0], other.args[0]) and one.args[1:] == other.args[1:]
+    given = [{name: value for name, value in each.args.items() if name != "input"} for each in (call, alike)]
+    return given[0] == given[1] and _is_same(reader, call["input"], alike["input"])
 
 
 def _are_alike(reader: Reader, scores: Node, pieces: list[Piece], operands: Sequence[Node]) -> bool:

@@ -71,6 +71,8 @@ def _sum_of_weights(
     if dims is None or len(dims) != 1:
         return None
     (dim,) = dims
+    if reader.shape(summed)[dim] != keys.size:  # a part of a row, or a row and more
+        return None
     where = (*position[:dim], axis_index(keys), *position[dim + (1 if call["keepdim"] else 0) :])
     again = UseDefWalk(reader, walk.leaf, walk.reach, walk.region, of_weights=True)
     try:

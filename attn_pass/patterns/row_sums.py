@@ -210,6 +210,8 @@ def _shifted_logarithm(
     """``log(sum(exp(x - m))) + m``, where ``m`` is the maximum, or 0 where that is infinite."""
     if not isinstance(sums, Node) or not isinstance(shift, Node):
         return None
+    if tensor_value(sums) is None or tensor_value(shift) is None:
+        return None
     sums, inside, nodes = back_through_views(reader, sums, broadcast_position(position, reader.shape(sums)))
     logarithm = reader.call(sums)
     if logarithm is None or logarithm.op != "log" or not isinstance(logarithm["input"], Node):

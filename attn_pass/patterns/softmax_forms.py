@@ -26,6 +26,7 @@ from attn_pass.patterns.row_sums import (
     shifted_maximum,
 )
 from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import broadcast_position
 from attn_pass.reading.vocabulary import Call, tensor_dims
 
@@ -70,8 +71,11 @@ def read_softmax(reader: Reader, node: Node) -> Softmax | None:
 
 
 def is_softmax(reader: Reader, node: Node) -> bool:
-    """Whether a node computes a softmax."""
-    return read_softmax(reader, node) is not None
+    """Whether a node computes a softmax. It is asked of every node of a graph, so what cannot be read is none."""
+    try:
+        return read_softmax(reader, node) is not None
+    except Unreadable:
+        return False
 
 
 def _plain(reader: Reader, node: Node, call: Call) -> Softmax | None:
@@ -99,7 +103,9 @@ def _exp_less_logsumexp(reader: Reader, node: Node, call: Call) -> Softmax | Non
     if difference is None or difference.in_place or difference.op != "sub" or difference["alpha"] != 1:
         return None
     scores, total = difference["input"], difference["other"]
-    if not isinstance(scores, Node) or not isinstance(total, Node) or tensor_value(scores) is None:
+    if not isinstance(scores, Node) or not isinstance(total, Node):
+        return None
+    if tensor_value(scores) is None or tensor_value(total) is None:
         return None
     if reader.shape(scores) != reader.shape(node):
         return None

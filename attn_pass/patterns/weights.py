@@ -88,7 +88,7 @@ def _guard_or_mask(
             return inner
         if isinstance(condition, Load) and isinstance(inner, Dot):
             guard = _row_is_empty(reader, reader.source_nodes[condition.source], softmax, zeroes)
-            if guard is not None:
+            if guard is not None and _is_of_its_row(reader, use_def, condition, softmax[1]):
                 nodes += guard
                 weights.guarded = True
                 return inner
@@ -182,7 +182,8 @@ def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, d
     """The score whose mask, set to zero again after the softmax, leaves fully masked rows at zero.
 
     Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but in fully
-    masked rows, and a fill of -inf says what those become.
+    masked rows, and a fill of -inf says what those become. A number beside another mask is no such fill: where the two
+    mask all keys of a row, the weights that stay are shares of more keys than those.
     """
     if isinstance(score, Apply) and score.op == "where":
         condition, yes, no = score.args
@@ -190,9 +191,24 @@ def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, d
             if not isinstance(fill, Const) or not is_masking(float(fill.value), dtype):
                 continue
             same = deep(reader, scores, masked)
+            if fill.value != NEGATIVE_INFINITY and _may_mask(reader, scores, inner, dtype):
+                continue
             if same == zeroed and not any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same)):
                 return apply("where", masked, Const(NEGATIVE_INFINITY), inner)
     raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
+
+
+def _may_mask(reader: Reader, scores: UseDefWalk, score: Expr, dtype: torch.dtype) -> bool:
+    """Whether a score may hold a finite number that masks: one that is written, or in a tensor that is given."""
+
+    def masks(part: Expr) -> bool:
+        if isinstance(part, Const):
+            return float(part.value) > NEGATIVE_INFINITY and is_masking(float(part.value), dtype)
+        if not isinstance(part, Load) or not reader.sources[part.source].dtype.is_floating_point:
+            return False
+        return reader.source_nodes[part.source].op in ("placeholder", "get_attr")
+
+    return any(map(masks, walk(deep(reader, scores, score))))
 
 
 # ---------------------------------------------------------------- before the softmax
@@ -282,6 +298,15 @@ def _is_joined(score: Expr, load: Load) -> bool:
 
 
 # ---------------------------------------------------------------- fully masked rows
+
+
+def _is_of_its_row(reader: Reader, use_def: UseDefWalk, condition: Load, dim: int) -> bool:
+    """Whether a test of rows, with the dimension of the softmax kept, is read at the row that the weight is of."""
+    at, shape = use_def.leaf_position, reader.shape(use_def.leaf)
+    if at is None or len(at) != len(condition.index):
+        return False
+    rows = zip(at, condition.index, shape)
+    return all(n == dim or size == 1 or mine == its for n, (mine, its, size) in enumerate(rows))
 
 
 def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], all_masked: bool) -> tuple[Node, ...] | None:

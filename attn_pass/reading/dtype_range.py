@@ -57,5 +57,5 @@ def wraps_in_comparison(call: Call) -> bool:
     compared = [fake_value(a) if isinstance(a, Node) else a for a in operands]
     types = [v.dtype for v in compared if isinstance(v, torch.Tensor)]
     numbers = [v for v in compared if isinstance(v, int)]
-    integers = [t for t in types if not t.is_floating_point and t != torch.bool]
+    integers = [t for t in types if not (t.is_floating_point or t.is_complex or t == torch.bool)]
     return any(not torch.iinfo(t).min <= n <= torch.iinfo(t).max for t in integers for n in numbers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.expression import Const, Expr, apply, contains_dot, loads
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.reading.dtype_range import WRAPPING, leaves_the_type, wraps_in_comparison
 from attn_pass.reading.unreadable import Unreadable
@@ -88,14 +89,25 @@ def _masked_fill(node: Node, call: Call, at: _At) -> Expr:
 def _maximum(node: Node, call: Call, at: _At) -> Expr:
     if not isinstance(call["other"], Node) or tensor_value(node) is None:
         raise Unreadable("a maximum along a dimension", node)
-    return apply("maximum", *(rounded(at(name), node) for name in ("input", "other")))
+    return _larger_or_smaller(node, replace(call, op="maximum"), at)
+
+
+def _larger_or_smaller(node: Node, call: Call, at: _At) -> Expr:
+    """Of two tensors, which share the gradient where they are equal: a number that is known stands first."""
+    one, other = (rounded(at(name), node) for name in ("input", "other"))
+    return apply(call.op, other, one) if isinstance(other, Const) else apply(call.op, one, other)
 
 
 def _clamp(node: Node, call: Call, at: _At) -> Expr:
+    """The larger or smaller of an element and a number, which stands second: the element has the whole gradient."""
     out = at("input")
-    for bound, name in (("min", "maximum"), ("max", "minimum")):
-        if call.get(bound) is not None:
-            out = apply(name, out, rounded(at(bound), node))
+    for name, op in (("min", "maximum"), ("max", "minimum")):
+        if call.get(name) is None:
+            continue
+        bound = rounded(at(name), node)
+        if contains_dot(out) and not isinstance(bound, Const):
+            raise Unreadable("scores that are clamped to a tensor", node)
+        out = apply(op, out, bound)
     return out
 
 
@@ -126,6 +138,8 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
     "method_where": _where,
     "masked_fill": _masked_fill,
     "max": _maximum,
+    "maximum": _larger_or_smaller,
+    "minimum": _larger_or_smaller,
     "clamp": _clamp,
     "cast": _cast,
     "and": _logic,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.fx import Graph, Node
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
-from attn_pass.model.expression import Const, Expr, IndexValue, Load, apply, loads
+from attn_pass.model.expression import Const, Expr, IndexValue, Load, apply, loads, walk
 from attn_pass.reading.constants import element_of
 from attn_pass.reading.creation import created
 from attn_pass.reading.graph_reader import GraphReader
@@ -26,6 +27,8 @@ from attn_pass.reading.pointwise import POINTWISE, pointwise
 from attn_pass.reading.reach import Reach
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position, broadcast_position
+
+_LARGEST = 1000  # parts of an element: what chooses between two values of itself is twice as large each time
 
 
 @dataclass
@@ -193,7 +196,8 @@ class Reader(GraphReader):
                 lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
                 return self._leaf(node, position)
-            if self._until is None or self._all_stay(lifted, self._until):
+            is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
+            if is_small and (self._until is None or self._all_stay(lifted, self._until)):
                 return lifted
         return self._leaf(node, position)
 

@@ -196,7 +196,7 @@ _IN_PLACE_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.itruediv: operator.truediv, operator.iand: operator.and_, operator.ior: operator.or_,
 }  # fmt: skip
 _SELF_NAMES = {"self": "input", "tensor": "input", "tensors": "input", "indices": "index", "axis": "dim",
-               "mat1": "batch1", "weight": "other", "mat2": "batch2", "a": "input",
+               "mat1": "batch1", "weight": "other", "mat2": "batch2", "a": "input", "train": "training",
                "keepdims": "keepdim", "split_size_or_sections": "size", "split_size": "size", "chunks": "size",
                "split_sizes": "size", "indices_or_sections": "size"}  # fmt: skip
 
@@ -381,4 +381,4 @@ def tensor_dims(call: Call, name: str, rank: int) -> tuple[int, ...] | None:
     dims = one_or_many(call.get(name))
     if any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
         return None
-    return tuple(d % rank for d in dims)
+    return tuple(d % max(1, rank) for d in dims)  # a tensor without dimensions has the dimensions 0 and -1

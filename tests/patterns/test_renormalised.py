@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from against_eager import qkv, randn, same
 from torch import Tensor
 
@@ -25,6 +26,11 @@ LEFT: dict[str, Change] = {
     "the sum of columns": lambda w: w / w.sum(-2, keepdim=True),
     "the sum, turned": lambda w: w / w.sum(-1).unsqueeze(-2),
     "the sum of some": lambda w: w / w[..., 1:].sum(-1, keepdim=True),
+    "the sum of the first": lambda w: w / w[..., :4].sum(-1, keepdim=True),
+    "the sum of a part": lambda w: w / w.split(4, -1)[0].sum(-1, keepdim=True),
+    "the sum of them and of ones": lambda w: w / F.pad(w, (0, 1), value=1.0).sum(-1, keepdim=True),
+    "the sum of them and of others": lambda w: w / torch.cat([w, randn(2, 2, 8, 3).abs()], -1).sum(-1, keepdim=True),
+    "twice their sum": lambda w: w / w.repeat(1, 1, 1, 2).sum(-1, keepdim=True),
     "the sum of what is left of them": lambda w: (lambda x: x / x.sum(-1, keepdim=True))(w * KEEP),
     "the sum of squares": lambda w: w / w.square().sum(-1, keepdim=True),
     "their norm of two": lambda w: w / torch.linalg.vector_norm(w, 2, -1, keepdim=True),

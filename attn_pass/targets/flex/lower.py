@@ -19,6 +19,8 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import is_dense
 from attn_pass.targets.tanh import tanh
 
+_CLAMPS = {"maximum": aten.clamp_min.default, "minimum": aten.clamp_max.default}
+
 
 class Mod:
     """A graph ``(score, b, h, q_idx, kv_idx, *captured) -> score``, or one without a score that says what is kept.
@@ -114,6 +116,8 @@ class Mod:
         operation = OPERATIONS[op]
         if op in COMPARISONS:
             return self._call(operation.overload(isinstance(args[1], Node)), self._tensor(args[0]), args[1])
+        if op in ("maximum", "minimum") and isinstance(expression.args[1], Const):  # a clamp, with its gradient
+            return self._call(_CLAMPS[op], self._tensor(args[0]), args[1])
         if op in ("maximum", "minimum"):
             return self._call(operation.aten, *self._alike(*args))
         if op in ("and", "or", "not"):

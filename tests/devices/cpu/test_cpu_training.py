@@ -349,3 +349,20 @@ def test_a_fill_and_a_bias_that_mask_a_row_together_keep_their_order(dtype: torc
     assert [site.target for site in report.sites] == ["cpu_kernel"]
     want = v.double().mean(2)  # all keys are masked alike
     assert (got[:, :, 3].double() - want).abs().max() < 5e-3
+
+
+CLAMPED: dict[str, Callable[..., Tensor]] = {
+    "at least 0": lambda q, k, v: (q @ k.mT).clamp(min=0.0).softmax(-1) @ v,
+    "between two numbers": lambda q, k, v: (q @ k.mT).clamp(-2.0, 2.0).softmax(-1) @ v,
+    "at most a number, negated": lambda q, k, v: (-(q @ k.mT)).clamp(max=0.0).softmax(-1) @ v,
+    "the larger of it and a number that is a tensor": lambda q, k, v: (
+        torch.maximum(q @ k.mT, torch.tensor(0.0)).softmax(-1) @ v
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CLAMPED))
+def test_scores_that_equal_what_they_are_clamped_to(name: str) -> None:
+    """A clamp passes the whole gradient on, and a maximum of two tensors half of it."""
+    signs = [x.sign().requires_grad_() for x in qkv(dim=4)]
+    same(CLAMPED[name], *signs, grad=True, targets=("cpu_kernel",), rewritten=1)

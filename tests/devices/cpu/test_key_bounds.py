@@ -358,3 +358,15 @@ def test_inductor_compiles_it_and_one_graph_serves_every_position() -> None:
             got, wanted = compiled(*inputs), attend(keep)(*inputs)
             torch.testing.assert_close(got, wanted, equal_nan=True)
     assert len(report.sites) == 1 and report.sites[0].target == "cpu_kernel"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+def test_a_comparison_of_two_types_is_not_computed_again(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """With a tensor without dimensions torch compares in the other's type, in which 0.3 equals 0.3."""
+    distance, radius = torch.full((8, 8), 0.3, dtype=dtypes[0]), torch.tensor(0.3, dtype=dtypes[1])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, distance: Tensor, radius: Tensor) -> Tensor:
+        keep = torch.ones(8, 8, dtype=torch.bool).tril() & (distance <= radius)
+        return (q @ k.mT * 0.25).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+    same(run, *qkv(), distance, radius, reference=False, targets=("cpu_kernel",), rewritten=1)

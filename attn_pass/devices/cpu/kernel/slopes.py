@@ -112,9 +112,11 @@ def _neg(one: Term) -> Term:
 
 
 def _of_maximum(score: Term, n: int, gradient: Term) -> Term:
-    """All of it to the larger argument, half to each where both are equal."""
+    """All of it to the larger argument, half to each where both are equal; a number that stands second is a clamp's."""
     mine, other = score.args[n], score.args[1 - n]
     ahead, behind = Term("sub", (mine, other)), Term("sub", (other, mine))
+    if n == 0 and "number" in (other.name, other.args[0].name if other.name == "neg" else ""):
+        return Term("where", (behind, ZERO, gradient))
     return Term("where", (ahead, gradient, Term("where", (behind, ZERO, _mul(gradient, HALF)))))
 
 

@@ -1,0 +1,79 @@
+"""What changes the weights after the softmax, and looks like what changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from against_eager import NEG_INF, qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+CAUSAL = torch.ones(8, 8, dtype=torch.bool).triu(1)
+LEFT_PADDING = torch.arange(8) < torch.tensor([3, 0])[:, None, None, None]  # three rows of the first see no key
+EMPTY_ROWS = torch.zeros(2, 2, 8, 8, dtype=torch.bool)
+EMPTY_ROWS[:, :, 3] = True
+EMPTY_ROWS[0, 1, 5] = True
+
+
+def twice_masked(inner: float, outer: float) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.25).masked_fill(CAUSAL, inner).masked_fill(pad, outer)
+        return scores.softmax(-1).masked_fill(pad, 0.0) @ v
+
+    return run
+
+
+@pytest.mark.parametrize("inner, outer", [(-1e9, -1e9), (LOWEST, -1e9), (NEG_INF, -1e9), (-1e9, NEG_INF)])
+def test_a_mask_beside_another_that_is_set_to_zero_again(inner: float, outer: float) -> None:
+    """Where two numbers mask all keys of a row, what is not set to zero are shares of all keys."""
+    report = same(twice_masked(inner, outer), *qkv(), LEFT_PADDING)
+    assert bool(report.rewritten) == (NEG_INF in (inner, outer))
+
+
+def test_a_mask_that_is_added_beside_one_that_is_set_to_zero_again() -> None:
+    def given(q: Tensor, k: Tensor, v: Tensor, added: Tensor, pad: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + added).masked_fill(pad, -1e9).softmax(-1).masked_fill(pad, 0.0) @ v
+
+    def computed(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pad: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + q @ table).masked_fill(pad, -1e9).softmax(-1).masked_fill(pad, 0.0) @ v
+
+    added = torch.zeros(8, 8).masked_fill(CAUSAL, -1e9)
+    assert not same(given, *qkv(), added, LEFT_PADDING).rewritten
+    assert same(computed, *qkv(), randn(16, 8), LEFT_PADDING).rewritten
+
+
+def guarded(move: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.25).masked_fill(mask, NEG_INF)
+        empty = (scores == NEG_INF).all(-1, keepdim=True)
+        return move(move(scores.softmax(-1)).masked_fill(empty, 0.0)) @ v
+
+    return run
+
+
+GUARDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda w: w,
+    "columns": lambda w: w.mT,
+    "batch and heads": lambda w: w.transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", list(GUARDED))
+def test_a_guard_is_of_the_row_that_it_is_read_at(name: str) -> None:
+    report = same(guarded(GUARDED[name]), *qkv(), EMPTY_ROWS)
+    assert bool(report.rewritten) == (name == "rows")
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_dropout_by_its_own_keyword(train: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.dropout((q @ k.mT * 0.25).softmax(-1), 0.5, train=train) @ v
+
+    if not train:
+        same(run, *qkv(), rewritten=1)
+    (site,) = attn_pass.explain(run, *qkv(), attn_pass_options={"targets": ("sdpa",)}).sites
+    assert ("dropout 0.5" in site.reason) == train
