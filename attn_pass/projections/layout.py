@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, finalize, ref
 
 import torch
 
@@ -135,9 +135,23 @@ class Joined:
         shape = (sum(self.rows), *first.shape[1:])
         joined = torch.empty(0, dtype=first.dtype, device=first.device)  # no view, which would keep ``first`` as well
         joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-        self._known = {at: known for at, known in self._known.items() if is_held(known)}
-        self._known[place_of(parameters)] = joined
+        for place, known in self._known.copy().items():
+            if not is_held(known):
+                self.forget(place)
+        place = place_of(parameters)
+        self._known[place] = joined
+        finalize(parameters[0], _forget, ref(self), place)
         return joined
+
+    def forget(self, place: Place) -> None:
+        """Lets go of the memory of parameters that lie, or lay, at this place."""
+        self._known.pop(place, None)
+
+
+def _forget(joined: ReferenceType[Joined], place: Place) -> None:
+    """A parameter is gone, with its model perhaps: compiled programs live longer, and must not keep its memory."""
+    if (known := joined()) is not None:
+        known.forget(place)
 
 
 def place_of(parameters: Sequence[torch.Tensor]) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -184,6 +185,18 @@ def test_one_program_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None
             _others_of(layers[0])
             torch.testing.assert_close(run[0](x), layers[0](x))
     assert all(len(each._known) <= len(layers) for each in joined)
+
+
+def test_memory_of_a_model_that_is_gone() -> None:
+    """Compiled programs outlive the models that they were compiled for; the memory does not."""
+    parameters = [nn.Parameter(torch.randn(3, 16)) for _ in range(2)]
+    joined = joined_of(parameters)
+    with torch.no_grad():
+        assert joined(parameters).shape == (6, 16)
+    assert lie_together(parameters) and joined.memory_of(parameters) is not None
+    parameters.clear()
+    gc.collect()
+    assert not joined._known
 
 
 class Narrow(Projected):
