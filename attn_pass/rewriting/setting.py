@@ -22,14 +22,13 @@ def device_of(context: GraphContext, attention: Attention) -> Device:
 
 
 def made_of(context: GraphContext, described: Described) -> Ancestry | None:
-    """What a site's operands and its mask are made of, where a target asks: on NPUs, for dropout and gradients.
+    """What a site's operands and its mask are made of, where a target asks: for gradients of an exported program.
 
-    And beside a sink, whose gradient a fused kernel may not give.
+    And on NPUs for dropout.
     """
     a, run, around = described.attention, context.run, context.around
-    exported = run.program == "export"
-    asks = family_of(device_of(context, a)).merges_equal_calls and (a.dropout or exported)
-    if not asks and not (exported and a.sink is not None):
+    merges = bool(a.dropout) and family_of(device_of(context, a)).merges_equal_calls
+    if not merges and run.program != "export":
         return None
     nodes = (context.now(n) for n in described.nodes)
     effects = {context.gm.graph: context.effects, **{level.graph: level.effects for level in around.levels}}

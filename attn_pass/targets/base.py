@@ -64,6 +64,10 @@ class Setting:
     hint: Callable[[Index], int] = _static
     can_be_zero: Callable[[Index], bool] = _is_zero
 
+    def may_be_trained(self, attention: Attention) -> bool:
+        """Whether a gradient may be asked for: the values of an exported program do not show it."""
+        return attention.needs_grad or self.may_need_grad
+
     @property
     def fused_as_written(self) -> bool:
         """Whether the program's own call already reaches a kernel that masks and rounds as the targets' do.

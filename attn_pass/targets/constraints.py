@@ -100,6 +100,14 @@ def backend(name: str = "") -> Common:
     )
 
 
+def trained_export(kernel: str) -> str:
+    """The reason for a kernel without a backward in an exported program that may be trained."""
+    return (
+        f"{kernel} has no gradient, and parameters or inputs of this exported program need one: "
+        "model.requires_grad_(False) before torch.export says that none is wanted"
+    )
+
+
 def too_wide(most: int) -> str:
     """The reason for a head dim that a kernel does not take, or that may be one."""
     return f"the head dim is over {most}, or not known"
@@ -121,6 +129,7 @@ RANDOM_NUMBERS = Common(
 )
 AFFINE = unless("scores", lambda c: c.attention.not_affine)
 EMPTY = "a size is 0"
+MAY_BE_EMPTY = "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless min=1 is given"
 NOT_EMPTY = Common("sizes", EMPTY, lambda c: 0 not in sizes_of(c.attention))
 
 

@@ -166,6 +166,12 @@ DROPOUT = Rule(
 )
 
 
+def fits_little_shared_memory(call: Call) -> bool:
+    """Whether FlashAttention's backward has a head dim on GPUs with 100 KiB of shared memory for a block."""
+    wide = width(call) or 0
+    return not (192 < wide <= 224 or (wide > 224 and call.attention.dropout > 0))
+
+
 _GRID = 65535  # blocks along the second and third axis of a launch (CUDA C++ programming guide)
 
 

@@ -282,6 +282,8 @@ def _narrowed(lower: Lowering, mask: Value) -> Value:
     stays finite absorbs any score as well. In float16 a masking fill becomes -inf: rows of nothing else are repaired.
     """
     plan, dtype = lower.plan, lower.attention.compute_dtype
+    if dtype == torch.float64:
+        return plan.call(aten.to.dtype, mask, dtype)
     wide = plan.call(aten.to.dtype, mask, torch.float32)
     infinite = plan.call(aten.eq.Scalar, wide, float("-inf"))
     clamped = plan.call(aten.to.dtype, plan.call(aten.clamp.default, wide, LOWEST_CUDA), dtype)

@@ -18,6 +18,7 @@ would fall back to the unfused path.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -180,7 +181,10 @@ class Sdpa:
         else:
             mask = mask_tensor(lower, decided.mask.kind, setting)
         empty = None
-        arguments: dict[str, object] = {"scale": abs(a.scale)}
+        arguments: dict[str, object] = {}
+        # Torch-TensorRT rounds a scale that is given to half precision, and not the one that follows from the head dim.
+        if not (family.is_runtime and _is_default_scale(a, decided.head_dim)):
+            arguments["scale"] = abs(a.scale)
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
@@ -204,6 +208,11 @@ class Sdpa:
             # does not: torch's call gives the result of one kernel, then of another, in another layout.
             out = plan.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         return lower.result(out)
+
+
+def _is_default_scale(a: Attention, padded: int | None) -> bool:
+    dim = a.head_dim if padded is None else padded
+    return isinstance(dim, int) and math.isclose(abs(a.scale), dim**-0.5, rel_tol=1e-12)
 
 
 def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> Call:

@@ -32,7 +32,7 @@ def sink_refusal(a: Attention, setting: Setting) -> str | None:
         return None
     if family.kernel_with_logarithm is None:
         return f"torch's call gives no sum of exponentials on {setting.device.type} devices, which a sink needs"
-    if a.needs_grad or setting.may_need_grad:
+    if setting.may_be_trained(a):
         return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
     return None
 

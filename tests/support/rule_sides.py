@@ -24,6 +24,8 @@ def amd(generation: str = "gfx942", flash: str = "AOTriton") -> dict[str, Any]:
 
 AMD = amd()
 GFX12 = amd("gfx1201", "CK")  # which torch asks for no other gate
+TRAINED_GFX12: dict[str, Any] = {"grad": True, **GFX12}
+DETERMINISTIC: dict[str, Any] = {"deterministic": True, "grad": True}
 REACHED = {"reached": "cudnn"}  # the program's own call does
 NEWER = {"torch_version": (2, 14)}
 WIDE = {"device": gpu(9, 0, 92600), **NEWER}
@@ -70,6 +72,30 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ("flash", "dropout of newer versions"): [
         ({"dropout": 0.1}, {"dropout": 0.1, "device": gpu(9, 0, flash="FA3")}),
         ({"device": gpu(9, 0, flash="FA4")}, {"dropout": 0.1, "device": gpu(9, 0, flash="FA4")}),
+    ],
+    ("flash", "head dim of newer versions"): [
+        ({"dim": 192, "device": gpu(9, 0, flash="FA4")}, {"dim": 192, "device": gpu(10, 0, flash="FA4")}),
+        ({"dim": 256, "device": gpu(10, 0, flash="FA4")}, {"dim": 136, "device": gpu(10, 3, flash="FA4")}),
+    ],
+    ("flash", "window backward"): [
+        (
+            {"mask": "band", "grad": grad, "device": gpu(9, 0, flash="FA4"), "torch_version": version},
+            {"mask": "band", "device": gpu(9, 0, flash="FA4"), "torch_version": (2, 11), **trained},
+        )
+        for grad, version in ((False, (2, 11)), (True, (2, 13)))
+        for trained in ({"grad": True}, {"may_train": True})
+    ],
+    ("flash", "deterministic backward"): [
+        ({**DETERMINISTIC, "device": gpu(10, 0, flash="FA4")}, {**DETERMINISTIC, "device": gpu(9, 0, flash="FA4")}),
+        ({**DETERMINISTIC, "dim": 256}, {**DETERMINISTIC, "dim": 256, "device": gpu(9, 0, flash="FA3")}),
+        (
+            {**DETERMINISTIC, "dim": 192, "device": gpu(9, 0, flash="FA3")},
+            {**DETERMINISTIC, "dim": 200, "device": gpu(9, 0, flash="FA3")},
+        ),
+        (
+            {"deterministic": True, "device": gpu(9, 0, flash="FA4")},
+            {"deterministic": True, "may_train": True, "device": gpu(9, 0, flash="FA4")},
+        ),
     ],
     ("flash", "head dim"): [
         ({"dim": 256}, {"dim": 257}),
@@ -228,8 +254,9 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
             "mask": [({"mask": "causal", **AMD}, {"mask": "additive", **AMD})],
             "causal lengths": [({"q_len": 3, **AMD}, {"q_len": 3, "mask": "causal", **AMD})],
             "backward head dim": [
-                ({"dim": dim, "grad": True, **GFX12}, {"dim": 200, "grad": True, **GFX12}) for dim in (64, 192)
-            ],
+                ({"dim": dim, "grad": True, **GFX12}, {"dim": 200, "grad": True, **GFX12}) for dim in (64, 192, 256)
+            ]
+            + [({"dim": 256, **TRAINED_GFX12}, {"dim": 256, "dropout": 0.1, **TRAINED_GFX12})],
         }.items()
     },
     **{

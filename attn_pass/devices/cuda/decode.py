@@ -54,6 +54,7 @@ from attn_pass.targets.constraints import (
     Constraint,
     HasAttention,
     refusal,
+    trained_export,
     unless,
 )
 from attn_pass.targets.kernel_rules import HALF, known_or
@@ -209,6 +210,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
     Constraint("package", "the split-KV kernel needs the package triton", lambda c: find_spec("triton") is not None),
     Constraint("gradient", "the split-KV kernel has no backward", lambda c: not c.attention.needs_grad),
+    Constraint("gradient in an export", trained_export("the split-KV kernel"), lambda c: not c.setting.may_need_grad),
     Constraint("dropout", "the split-KV kernel has no dropout", lambda c: not c.attention.dropout),
     Constraint("dtype", "the split-KV kernel takes half precision only", lambda c: c.attention.compute_dtype in HALF),
     AUTOCAST,

@@ -12,11 +12,13 @@ plain products.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.library import triton_op, wrap_triton
 
 from attn_pass.devices.cuda.decode_triton import attend, join
@@ -121,7 +123,7 @@ def gpu_of(device: torch.device) -> tuple[Room, int]:
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
     """Into how many parts the keys are cut, so that every multiprocessor has work."""
-    enough_splits = max(1, _PROGRAMS_PER_CORE * cores // max(1, programs))
+    enough_splits = torch.sym_max(1, _PROGRAMS_PER_CORE * cores // torch.sym_max(1, programs))
     most = (kv_len + _LEAST_KEYS - 1) // _LEAST_KEYS
     return torch.sym_max(1, torch.sym_min(enough_splits, most))  # type: ignore[no-any-return]
 
@@ -211,7 +213,9 @@ def _computed(inputs: Inputs, *, with_lse: bool) -> tuple[Tensor, Tensor | None]
     device = inputs.query.device
     if device.type != "cuda":
         return reference_with_lse(inputs)
-    return launched(inputs, *numbers_for(inputs, *gpu_of(device)), with_lse=with_lse)
+    # Triton launches on the current device. Inductor's code makes it the tensors' own; an eager call does not.
+    with nullcontext() if is_fake(inputs.query) else torch.cuda.device(device):
+        return launched(inputs, *numbers_for(inputs, *gpu_of(device)), with_lse=with_lse)
 
 
 def launched(

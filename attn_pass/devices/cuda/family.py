@@ -91,7 +91,8 @@ class Cuda(Family):
         self, device: Device, at: torch.device, seconds: float, on_reading: OnReading
     ) -> tuple[Calibration, dict[str, str]]:
         """Products, copies, launches, and every attention kernel of a sweep."""
-        swept = sweep.sweep(device, at, seconds, on_reading)
+        with torch.cuda.device(at):  # the events of a clock are on the current device
+            swept = sweep.sweep(device, at, seconds, on_reading)
         return replace(sweep.fitted(device, swept), spread=swept.spread), swept.failed
 
     def limit_memory(self, megabytes: int) -> None:

@@ -94,6 +94,10 @@ class Flash(Kernel):
             moved=problem.moved_bytes,
         )
 
+    def _plan(self, a: Attention, setting: Setting) -> KernelPlan:
+        """FlashAttention-3 and -4 allocate their result, which torch takes to lie like the query."""
+        return replace(super()._plan(a, setting), dense_result=setting.device.flash in _NEWER)
+
     def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Torch's operator."""
         out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[0]
@@ -118,10 +122,13 @@ class Flash(Kernel):
             both = plan.call(kernel, *operands, a.dropout, decided.is_causal, False, scale=abs(a.scale))
             return plan.call(operator.getitem, both, 0)
         causal = window.left is None and window.right == 0
-        sizes = {} if causal else {"window_size_left": window.left, "window_size_right": window.right}
+        bounds = {} if causal else {"window_size_left": window.left, "window_size_right": window.right}
+        query, key, value = (plan.call(aten.transpose.int, x, 1, 2) for x in operands)
+        if decided.dense_result:
+            query = plan.call(aten.clone.default, query, memory_format=torch.contiguous_format)
         both = plan.call(
             aten._flash_attention_forward.default,
-            *(plan.call(aten.transpose.int, x, 1, 2) for x in operands),
+            *(query, key, value),
             None,
             None,
             plan.size(a.q_len),
@@ -130,7 +137,8 @@ class Flash(Kernel):
             causal,
             False,
             scale=abs(a.scale),
-            **{name: -1 if bound is None else plan.size(bound) for name, bound in sizes.items()},
+            # None, and no -1, which FlashAttention-4 took for a bound before torch 2.13 (_fa4.py).
+            **{name: plan.size(bound) for name, bound in bounds.items() if bound is not None},
         )
         return plan.call(aten.transpose.int, plan.call(operator.getitem, both, 0), 1, 2)
 

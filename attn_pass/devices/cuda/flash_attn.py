@@ -29,6 +29,7 @@ from attn_pass.devices.cuda.cost import PYTHON_US
 from attn_pass.devices.cuda.flash_attn_arguments import Arguments, NoForm, arguments_of
 from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.devices.cuda.libraries import LIBRARY
+from attn_pass.devices.cuda.torch_kernel import in_vectors
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.errors import RewriteError
@@ -182,7 +183,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint(
         "gradient",
         "flash_attn's gradient is in its autograd function, which an exported program cannot hold",
-        lambda c: not c.attention.needs_grad or c.setting.program == "compile",
+        lambda c: not c.setting.may_be_trained(c.attention) or c.setting.program == "compile",
     ),
     Constraint(
         "dropout and sinks",
@@ -272,7 +273,8 @@ def _operands(lower: Lowering, width: int) -> tuple[Value, Value, Value]:
     plan, dtype = lower.plan, lower.attention.compute_dtype
     heads_first = (lower.query(dtype), lower.key(dtype), lower.value(dtype))
     query, key, value = (
-        plan.call(aten.transpose.int, dense_last(plan, widened(plan, x, width)), 1, 2) for x in heads_first
+        plan.call(aten.transpose.int, in_vectors(plan, dense_last(plan, widened(plan, x, width))), 1, 2)
+        for x in heads_first
     )
     return query, key, value
 

@@ -206,7 +206,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint(
         "gradient",
         "flash_attn_3's gradient is in its autograd function, which an exported program cannot hold",
-        lambda c: not c.attention.needs_grad or c.setting.program == "compile",
+        lambda c: not c.setting.may_be_trained(c.attention) or c.setting.program == "compile",
         f"{_PYTHON}: FlashAttnFunc",
     ),
     Constraint(

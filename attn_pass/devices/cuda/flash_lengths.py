@@ -26,6 +26,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load
 from attn_pass.model.index import Axis, Index, axes, axis_index, product, substitute
 from attn_pass.targets.base import Refusal, Setting
+from attn_pass.targets.constraints import trained_export
 from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.key_ranges import end_of_keys, first_key
 from attn_pass.targets.lower import Lowering
@@ -66,8 +67,10 @@ def plan_of(a: Attention, dims: Dims, setting: Setting) -> OfCache | Refusal:
         reason = "a fully masked row is the mean of all values, and zero in the flash kernel"
     elif setting.device.flash != "FA2":
         reason = f"{setting.device.flash} was not read for lengths of a cache"
-    elif a.needs_grad or setting.may_need_grad or a.dropout:
+    elif a.needs_grad or a.dropout:
         reason = "with lengths of a cache the flash kernel has no backward and no dropout"
+    elif setting.may_need_grad:
+        reason = trained_export("the flash kernel with lengths of a cache")
     elif valid.causal and not valid.in_cache and setting.numerics == "strict":
         reason = f"numerics='strict' does not assume that {IN_CACHE}"
     elif dims != (a.head_dim, a.value_head_dim) or None in heads_first or heads_first[0] != heads_first[1]:
@@ -80,7 +83,16 @@ def plan_of(a: Attention, dims: Dims, setting: Setting) -> OfCache | Refusal:
         return Refusal("flash", reason)
     first = bool(heads_first[0])
     assumes = (IN_CACHE,) if valid.causal and not valid.in_cache else ()
-    return OfCache(MaskForm("none"), dims, None, valid.ends, valid.causal, valid.window, valid.starts, first, assumes)
+    return OfCache(
+        MaskForm("none"),
+        dims,
+        ends=valid.ends,
+        causal=valid.causal,
+        left=valid.window,
+        starts=valid.starts,
+        heads_first=first,
+        assumes=assumes,
+    )
 
 
 def microseconds(device: Device, shares: Shares, shape: Shape, problem: Problem, decided: OfCache) -> float:

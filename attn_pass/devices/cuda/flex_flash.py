@@ -93,6 +93,11 @@ def _is_masked(c: Case) -> bool:
     return c.function.mask is not None
 
 
+def _has_blocks(c: Case) -> bool:
+    """Whether the kernel goes by lists of blocks: those of a mask, and since torch 2.14 any that it is given."""
+    return _is_masked(c) or TORCH_VERSION >= (2, 14)
+
+
 def _sizes(a: Attention) -> tuple[object, ...]:
     return (a.batch_size, a.query_heads, a.q_len, a.kv_len, a.head_dim, a.value_head_dim)
 
@@ -171,9 +176,9 @@ CONSTRAINTS: tuple[Constraint[Case], ...] = (
     ),
     Constraint(
         "blocks of 128 rows",
-        "a mask of blocks of 128 rows is for compute capability 9.0 and head dims up to 128",
+        "blocks of 128 rows are for compute capability 9.0 and head dims up to 128",
         lambda c: (
-            not _is_masked(c)
+            not _has_blocks(c)
             or (
                 c.setting.device.capability == (9, 0)
                 and _are_at_most(_BLOCK, c.attention.head_dim, c.attention.value_head_dim)
@@ -184,7 +189,7 @@ CONSTRAINTS: tuple[Constraint[Case], ...] = (
     Constraint(
         "lengths",
         "the lengths are not multiples of 128, the block of the mask",
-        lambda c: not _is_masked(c) or _are_multiples(_BLOCK, c.attention.q_len, c.attention.kv_len),
+        lambda c: not _has_blocks(c) or _are_multiples(_BLOCK, c.attention.q_len, c.attention.kv_len),
         "create_block_mask makes no full block that ends behind the last key",
     ),
     Constraint(

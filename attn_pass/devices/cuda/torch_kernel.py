@@ -19,7 +19,7 @@ from attn_pass.model.index import Index, divide
 from attn_pass.targets import constraints
 from attn_pass.targets.bands import Window, window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended, backend
+from attn_pass.targets.constraints import AUTOCAST, MAY_BE_EMPTY, RANDOM_NUMBERS, Attended, backend, sizes_of
 from attn_pass.targets.empty_rows import EmptyRows
 from attn_pass.targets.kernel_rules import Call, KernelRules, padded
 from attn_pass.targets.lower import Lowering
@@ -52,6 +52,7 @@ class KernelPlan:
     mask: MaskForm
     dims: Dims
     window: Window | None = None
+    dense_result: bool = False  # the result lies densely, whatever the query's strides are
 
     @property
     def kind(self) -> str:
@@ -136,6 +137,8 @@ class Kernel(CudaKernel):
         reason = refusal(self.name, call)
         if reason is not None:
             return reason
+        if any(map(setting.can_be_zero, sizes_of(a))):
+            return MAY_BE_EMPTY  # torch's own call looks when it runs
         if not AUTOCAST.holds(case):
             return AUTOCAST.why(case)
         if a.scale == 0 and kind != "none":

@@ -41,13 +41,15 @@ def _of_generation(known: Generation) -> Sheet:
 def here(at: torch.device | None = None) -> Device:
     """The NPU of this process, by the name its runtime has for it.
 
-    Where that is not known, or no runtime is loaded, the rates and rules are those of `UNKNOWN`, and ``generation`` is
-    empty.
+    Where no runtime says it, the rates and rules are those of `UNKNOWN`, and ``generation`` is empty. A name that is in
+    no row has the same rates, and no operators.
     """
     soc = _soc_name(at)
     known = None if soc is None else generation_of(soc)
-    sheet = _of_generation(known or generation(UNKNOWN))
-    return replace(_device(sheet), name=soc or "npu", generation="" if known is None else known.name)
+    device = _device(_of_generation(known or generation(UNKNOWN)))
+    if soc is not None and known is None:
+        device = replace(device, kernels=())
+    return replace(device, name=soc or "npu", generation="" if known is None else known.name)
 
 
 def _soc_name(at: torch.device | None) -> str | None:

@@ -41,6 +41,11 @@ GENERATIONS: tuple[Generation, ...] = (
         refusal="Atlas inference accelerators (310P) have npu_prompt_flash_attention alone, which is never emitted",
     ),
     Generation(
+        "310B",
+        ("Ascend310B",),
+        refusal="CANN has no fused attention for Atlas 200I (310B)",
+    ),
+    Generation(
         "910",
         ("Ascend910A", "Ascend910B", "Ascend910Pro", "Ascend910Premium"),
         refusal="the first generation (Ascend 910) has no fused attention that torch reaches",

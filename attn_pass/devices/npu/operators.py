@@ -144,6 +144,8 @@ class _Operator:
         device = setting.device
         if device.type != "npu":
             return f"{self.name} does not run on {device.type} devices"
+        if not device.kernels and not device.generation:
+            return f"which operators {device.name} has is not known"
         family = generations.generation(device.generation or generations.UNKNOWN)
         return family.refusal or f"{self.name} is not documented for Ascend {family.name} devices"
 

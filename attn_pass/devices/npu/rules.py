@@ -27,7 +27,16 @@ from attn_pass.model.expression import loads
 from attn_pass.model.index import Index, is_less, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, RANDOM_NUMBERS, Constraint, backend, too_wide
+from attn_pass.targets.constraints import (
+    AFFINE,
+    AUTOCAST,
+    NOT_EMPTY,
+    RANDOM_NUMBERS,
+    Constraint,
+    backend,
+    too_wide,
+    trained_export,
+)
 
 FUSION = (TRAINING, TRAINING_V1)
 
@@ -105,8 +114,7 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "gradient in an export",
-        "the inference operator has no gradient, and parameters or inputs of this exported program need one: "
-        "model.requires_grad_(False) before torch.export says that none is wanted",
+        trained_export("the inference operator"),
         lambda c: not c.setting.may_need_grad,
         of=(INFERENCE,),
     ),
@@ -134,6 +142,12 @@ RULES: tuple[Constraint[Case], ...] = (
         "seed",
         "the seed of this family's operator is a number, which a compiled graph would keep",
         lambda c: not c.attention.dropout,
+        of=(TRAINING_V1,),
+    ),
+    Rule(
+        "compiler",
+        "torch_npu's Inductor puts npu_fusion_attention_v3 in its place, which raises on this device",
+        lambda c: c.setting.runner not in ("inductor", "hook"),
         of=(TRAINING_V1,),
     ),
     Rule(

@@ -23,6 +23,7 @@ from attn_pass.targets.kernel_rules import (
     Rule,
     dtype_rule,
     equal_causal_lengths,
+    fits_little_shared_memory,
     widest_rule,
     width,
 )
@@ -73,9 +74,9 @@ FLASH = KernelRules(
         CAUSAL,
         Rule(
             "backward head dim",
-            "its backward takes head dims up to 192 on this GPU",
+            "its backward does not fit such a head dim on this GPU",
             # Torch takes the first number of gfx12 for that of NVIDIA's compute capability 12.
-            lambda c: not (c.trains and c.device.generation.startswith("gfx12")) or (width(c) or 0) <= 192,
+            lambda c: not (c.trains and c.device.generation.startswith("gfx12")) or fits_little_shared_memory(c),
             f"check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in {CUDA_CHECKS}",
         ),
     ),

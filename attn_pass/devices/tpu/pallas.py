@@ -58,17 +58,18 @@ class _Pallas:
         device = setting.device
         if self.name not in device.kernels or device.name not in GENERATIONS:
             return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", other_device=True)
-        reason = refusal(attention, setting)
-        mask = KernelMask() if reason else mask_of(attention)
-        problem = problem_of(attention, setting.hint)
-        reason = reason or self._refusal_of(attention, mask, problem) or _refusal_of_rows(attention, mask, setting)
+        a = replace(attention, needs_grad=setting.may_be_trained(attention))
+        reason = refusal(a, setting)
+        mask = KernelMask() if reason else mask_of(a)
+        problem = problem_of(a, setting.hint)
+        reason = reason or self._refusal_of(a, mask, problem) or _refusal_of_rows(a, mask, setting)
         if reason is not None:
             return Refusal(self.name, reason)
-        sizes = self.sizes(attention, mask, problem)
+        sizes = self.sizes(a, mask, problem)
         blocks = blocks_for(self.name, device.name, sizes)
         if blocks is None:
             return Refusal(self.name, f"no tile of such a head dim fits in the on-chip memory of {device.name}")
-        copied = self._copied(attention, problem, sizes.head_dim)
+        copied = self._copied(a, problem, sizes.head_dim)
         problem = replace(
             problem,
             head_dim=sizes.head_dim,
@@ -85,8 +86,8 @@ class _Pallas:
             attention,
             cost_xla.pallas(device, problem, steps),
             fused=True,
-            plan=PallasPlan(mask, sizes.head_dim, blocks, _may_be_empty(attention, setting)),
-            assumptions=assumed(attention, setting),
+            plan=PallasPlan(mask, sizes.head_dim, blocks, _may_be_empty(a, setting)),
+            assumptions=assumed(a, setting),
             moved=problem.moved_bytes,
         )
 

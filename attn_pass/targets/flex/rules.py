@@ -18,7 +18,7 @@ from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
 from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, MAY_BE_EMPTY, Constraint, sizes_of
 from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32, template_name
 from attn_pass.targets.masks import mask_kind
@@ -80,16 +80,8 @@ _STATIC_HEADS = Rule(
 )
 _SIZES = Rule(
     "sizes",
-    lambda c: "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless min=1 is given",
-    lambda c: (
-        not any(
-            c.setting.can_be_zero(size)
-            for size in (
-                *(c.attention.q_len, c.attention.kv_len, c.attention.head_dim),
-                *(c.attention.value_head_dim, c.attention.batch_size, c.attention.query_heads),
-            )
-        )
-    ),
+    lambda c: MAY_BE_EMPTY,
+    lambda c: not any(map(c.setting.can_be_zero, sizes_of(c.attention))),
 )
 _IN_BOUNDS = Rule(
     "bounds",

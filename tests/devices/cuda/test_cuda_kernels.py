@@ -13,6 +13,8 @@ from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
+from attn_pass.devices import registry
+from attn_pass.devices.cuda.facts import with_flash
 from bench.gpu import stand_ins
 
 stand_ins.install()
@@ -324,3 +326,29 @@ def test_dropout_in_training_keeps_the_mean(target: str) -> None:
     want = plain(q.detach().float() * 0.25 / 0.3, k.detach().float(), v.detach().float())
     assert outs.std(0).mean() > 0.05
     assert (outs.mean(0) - want).abs().max() < 0.35
+
+
+@pytest.mark.parametrize("flash", ["FA2", "FA3", "FA4"])
+@pytest.mark.parametrize("left, right", [(3, None), (None, 2), (3, 2)])
+def test_a_window_lies_and_is_bounded_as_each_version_has_it(
+    flash: str, left: int | None, right: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FA3 and FA4 allocate a dense result, which torch takes to lie like the query; FA4 took -1 for a bound."""
+    device = with_flash(registry.by_name("H200"), flash)
+    monkeypatch.setattr("attn_pass.rewriting.run.device_for", lambda *_: device)
+    calls: list[torch.fx.Node] = []
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        calls.extend(n for n in gm.graph.nodes if "_flash_attention_forward" in str(n.target))
+        return gm
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run = torch.compile(banded(left, right), backend=attn_pass.wrap(seen, targets=("flash",), choose="fused"))
+        run(*qkv(1, 2, 9, 12, 16, dtype=FP16))
+    (call,) = calls
+    query = call.args[0]
+    assert isinstance(query, torch.fx.Node)
+    assert ("clone" in str(query.target)) == (flash != "FA2")
+    bounds = {name: bound for name, bound in call.kwargs.items() if name.startswith("window_size")}
+    assert len(bounds) == 2 - (left is None) - (right is None) and all(int(n) >= 0 for n in bounds.values())  # type: ignore[call-overload]

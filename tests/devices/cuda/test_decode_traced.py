@@ -41,11 +41,15 @@ class Step(torch.nn.Module):
         return (decode(q, k, v, None, 0.1, True, -1),)
 
 
-def traced(env: ShapeEnv, dim: int) -> torch.fx.GraphModule:
+def sized(env: ShapeEnv, name: str, hint: int) -> Any:
+    return env.create_symintnode(env.create_symbol(hint, ConstantSource(name)), hint=hint)
+
+
+def traced(env: ShapeEnv, dim: int, batch: Any = 1) -> torch.fx.GraphModule:
     with FakeTensorMode(shape_env=env):
-        length = env.create_symintnode(env.create_symbol(1000, ConstantSource("length")), hint=1000)
-        q = torch.empty(1, 8, 4, dim, dtype=torch.bfloat16, device="cuda")
-        k, v = (torch.empty(1, 2, length, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        length = sized(env, "length", 1000)
+        q = torch.empty(batch, 8, 4, dim, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(batch, 2, length, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         return aot_export_module(Step(), (q, k, v), trace_joint=False)[0]
 
 
@@ -60,6 +64,13 @@ def test_the_number_of_keys_is_free() -> None:
     assert env.guards == []
     splits = first.kwargs["kwargs"]["splits"]  # type: ignore[index, call-overload]
     assert isinstance(splits, torch.fx.Node) and second.kwargs["kwargs"]["splits"] is splits  # type: ignore[index, call-overload]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_batch_is_free() -> None:
+    env = ShapeEnv()
+    assert len(launches(traced(env, 64, sized(env, "batch", 4)).graph)) == 2
+    assert env.guards == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -163,6 +163,27 @@ def test_what_it_refuses(name: str) -> None:
     assert why in site.refusals["flash (valid_range)"]
 
 
+class OverCache(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(16, 16, dtype=HALF)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, known: Tensor) -> Tensor:
+        return attend(lambda p: at() <= p)(self.query(q), k, v, known)
+
+
+@pytest.mark.parametrize("target", ["flash", "decode"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_exported_program_may_be_trained(target: str, trained: bool) -> None:
+    """Its values do not show it, and the gradient of the one kernel would be wrong, that of the other an error."""
+    module = OverCache().requires_grad_(trained)
+    program = torch.export.export(module, (*cache(1, 1), POSITION))
+    asked = {"device": "H200", "targets": (target,), "choose": "fused", "assume_nonempty_rows": True}
+    (site,) = attn_pass.rewrite(program, **asked).sites  # type: ignore[arg-type]
+    assert site.target == (None if trained else target)
+    assert any("requires_grad_(False)" in why for why in site.refusals.values()) == trained
+
+
 def test_strict_numbers_assume_no_position() -> None:
     keep, known, operands, _ = TAKEN["causal"]
     asked = {"device": "H200", "targets": ("flash",), "numerics": "strict"}

@@ -178,7 +178,7 @@ def test_sizes_that_are_not_known_are_refused() -> None:
         ("A100", softcap, "for compute capability 9.0 and 10.x"),
         ("L4", softcap, "for compute capability 9.0 and 10.x"),
         ("B200", softcap, None),
-        ("B200", window, "is for compute capability 9.0 and head dims"),
+        ("B200", window, "are for compute capability 9.0 and head dims"),
         ("cpu", softcap, "does not run on cpu devices"),
     ],
 )

@@ -11,14 +11,15 @@ import torch
 from kernel_calls import UNKNOWN
 
 from attn_pass.devices import registry
-from attn_pass.devices.npu import generations
+from attn_pass.devices.npu import facts, generations
 from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
 from attn_pass.devices.npu.masks import mask_plan
+from attn_pass.devices.npu.operators import FusionAttention, InferAttention
 from attn_pass.devices.npu.rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
 from attn_pass.model.expression import Const
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
 from attn_pass.model.structure import Band
-from attn_pass.targets.base import Setting
+from attn_pass.targets.base import Refusal, Setting
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 A2 = registry.by_name("Ascend 910B")
@@ -49,6 +50,8 @@ SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (TRAINING, {"dropout": 0.99}, {"dropout": 1.0}, "keep_prob cannot say"),
     (TRAINING, {"same_random_numbers": True}, {"same_random_numbers": True, "dropout": 0.1}, "fallback_random"),
     (TRAINING_V1, {"dropout": 0.0}, {"dropout": 0.1}, "the seed"),
+    (TRAINING_V1, {"runner": "other"}, {"runner": "inductor"}, "torch_npu's Inductor puts npu_fusion_attention_v3"),
+    (TRAINING_V1, {}, {"runner": "hook"}, "torch_npu's Inductor puts npu_fusion_attention_v3"),
     (TRAINING, {"is_recomputed": True}, {"is_recomputed": True, "dropout": 0.1}, "in a checkpoint"),
     (TRAINING, {"dropout": 0.1}, {"dropout": 0.1, "may_be_merged_by_cse": True}, "another site may draw dropout"),
     (TRAINING, {"deterministic": True}, {"deterministic": True, "grad": True}, "deterministic"),
@@ -148,3 +151,25 @@ def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan
         made, mask=replace(made.mask, structure=replace(made.mask.structure, row=axis_index(Axis("b", 2))))
     )
     assert mask_plan(folded, Setting(A2, "compile"), operator).kind == "boolean"
+
+
+def test_an_npu_that_no_row_knows_has_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not say what it is, is planned for as the A2 is."""
+
+    class Runtime:
+        name = "Ascend999"
+
+        def get_device_name(self, at: torch.device | None = None) -> str:
+            return self.name
+
+    monkeypatch.setattr(torch, "npu", Runtime(), raising=False)
+    unknown = facts.here()
+    assert (unknown.name, unknown.kernels, unknown.generation) == ("Ascend999", (), "")
+    attended = described.case(unknown)
+    for target in (InferAttention(), FusionAttention()):
+        refused = target.consider(attended.attention, "", attended.setting)
+        assert isinstance(refused, Refusal) and "Ascend999" in refused.reason
+    monkeypatch.setattr(Runtime, "name", "Ascend910B4")
+    assert facts.here().kernels == generations.generation("A2").operators
+    monkeypatch.delattr(torch, "npu")
+    assert facts.here().kernels == generations.generation("A2").operators

@@ -65,6 +65,33 @@ def test_every_dtype(dtype: torch.dtype) -> None:
             same(PROGRAMS[case].function, *inputs, rewritten=1, runtime="onnx")
 
 
+@pytest.mark.parametrize("runtime", ["onnx", "openvino"])
+def test_a_bias_in_float64_keeps_its_digits(runtime: str) -> None:
+    """Around one large number, of which a softmax sees the small differences alone."""
+    case = PROGRAMS["a bias for every head"]
+    *operands, bias = (x.double() for x in case.inputs)
+    inputs = (*operands, bias + 1e4)
+    program, _ = rewritten(Exported(case.function, inputs), runtime, choose="fused")
+    torch.testing.assert_close(program.module()(*inputs), case.function(*inputs), rtol=0, atol=1e-11)
+
+
+def test_a_scale_is_given_where_it_is_another_than_torch_s() -> None:
+    """Torch-TensorRT rounds one that is given to the query's dtype."""
+
+    def scaled(scale: float | None) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+        return call
+
+    for scale, given in ((None, False), (72**-0.5, False), (0.3, True)):
+        case = Exported(scaled(scale), tuple(qkv(2, 4, 7, 9, 72, kv_heads=2)))
+        program, report = rewritten(case, "tensorrt", choose="fused")
+        assert report.sites[0].outcome == "rewritten" and ("scale" in call_of(program).kwargs) == given
+        torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
 def test_a_mask_has_every_row_and_key_for_onnx() -> None:
     for name in ("a bias for every key", "padding", "torch's call with padding"):
         program, report = rewritten(PROGRAMS[name], "onnx")

@@ -304,3 +304,22 @@ def test_an_exported_program_keeps_the_operator() -> None:
     calls = [n.target for n in program.graph.nodes if n.op == "call_function"]
     assert torch.ops.attn_pass_xla.attention.default in calls
     torch.testing.assert_close(program.module()(*inputs), window(*inputs, 5))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_exported_program_that_may_be_trained_has_tiles_of_a_backward(trained: bool) -> None:
+    """Its values do not show it: its parameters do, and jax's kernel raises in a backward that has no tiles."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = torch.nn.Linear(128, 128)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return by_hand(self.query(q), k, v)
+
+    program = torch.export.export(Layer().requires_grad_(trained), qkv(1, 4, 256, 256, 128))
+    (site,) = attn_pass.rewrite(program, device="v6e", targets=("pallas_flash",), choose="fused").sites
+    assert site.target == "pallas_flash"
+    (call,) = (n for n in program.graph.nodes if n.target is torch.ops.attn_pass_xla.attention.default)
+    assert len(call.args[9]) == (4 if trained else 2)

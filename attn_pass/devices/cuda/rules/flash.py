@@ -17,6 +17,7 @@ from attn_pass.targets.kernel_rules import (
     capability_rule,
     dtype_rule,
     equal_causal_lengths,
+    fits_little_shared_memory,
     grid,
     known_or,
     widest_rule,
@@ -27,11 +28,9 @@ _MAJORS = {"FA3": (9,), "FA4": (9, 10)}  # torch/nn/attention/_fa3.py and _fa4.p
 
 
 def _fits_backward(call: Call) -> bool:
-    wide, capability = width(call) or 0, call.device.capability
+    capability = call.device.capability
     little_shared_memory = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    return not (call.attention.needs_grad and little_shared_memory) or not (
-        192 < wide <= 224 or (wide > 224 and call.attention.dropout > 0)
-    )
+    return not (call.attention.needs_grad and little_shared_memory) or fits_little_shared_memory(call)
 
 
 _INDEX = 1 << 31  # what an index of 32 bits reaches
@@ -45,6 +44,19 @@ def _backward_indices_fit(call: Call) -> bool:
         return True
     batch, heads, rows = (known_or(n, 1) for n in sizes)
     return batch * heads * -(-rows // _ROWS) * _ROWS * max(width(call) or 0, 32) <= _INDEX
+
+
+CUTE = "flash_attn/cute/interface.py of flash-attention"
+
+
+def _is_of_blackwell(call: Call) -> bool:
+    return (width(call) or 0) <= 128 or call.head_dims in ((192, 128), (256, 256))
+
+
+def _has_deterministic_backward(call: Call) -> bool:
+    if call.device.flash == "FA4":
+        return call.device.capability[0] == 10
+    return call.device.flash != "FA3" or (width(call) or 0) <= 192
 
 
 FLASH = KernelRules(
@@ -88,6 +100,27 @@ FLASH = KernelRules(
             "its backward does not fit such a head dim on this GPU",
             _fits_backward,
             f"check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in {CUDA_CHECKS}",
+        ),
+        Rule(
+            "head dim of newer versions",
+            "FA4's head dims on compute capability 10.x are up to 128, 192 with values of 128, and 256",
+            lambda c: c.device.flash != "FA4" or c.device.capability[0] != 10 or _is_of_blackwell(c),
+            f"_validate_head_dims in {CUTE}",
+            checked=NEVER,
+        ),
+        Rule(
+            "window backward",
+            "FA4 has no backward of a window before torch 2.13",
+            lambda c: not (c.device.flash == "FA4" and c.mask == "band" and c.trains) or c.torch_version >= (2, 13),
+            "_fa4_backward_support_error in torch/nn/attention/_fa4.py of torch 2.11",
+            checked=NEVER,
+        ),
+        Rule(
+            "deterministic backward",
+            lambda c: f"deterministic algorithms are requested, and {c.device.flash} has no such backward here",
+            lambda c: not (c.deterministic and c.trains) or _has_deterministic_backward(c),
+            f"_flash_attn_bwd in {CUTE}; mha_bwd in hopper/flash_api.cpp of flash-attention",
+            checked=NEVER,
         ),
         grid("pytorch#146704; the message of torch 2.15", ((2, 15), ALWAYS[1])),
         Rule(
