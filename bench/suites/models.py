@@ -228,10 +228,27 @@ _FORMS: Mapping[str, tuple[torch.dtype, Callable[..., Any]]] = {
 """What a name ends with: the type of the products, and what makes such a model. Float64 autocast leaves as it is."""
 
 
+def is_small(name: str) -> bool:
+    """Whether a model is computed in float64, too, to compare with."""
+    return "Llama" not in name
+
+
+def in_float32(make: Callable[..., Built], *inputs: torch.Tensor) -> Any:
+    """What a model gives in float32: one under autocast would narrow that as well."""
+    return made(make, torch.float32)[0](*inputs)
+
+
 def programs(setting: Setting) -> list[Program]:
     """All models in float32, in bfloat16 and under autocast; two small ones in quick runs."""
     return [
-        Program(f"{name}{form}", maker(make), dtype=dtype, tolerance=TOLERANCES[dtype], float64="Llama" not in name)
+        Program(
+            f"{name}{form}",
+            maker(make),
+            dtype=dtype,
+            tolerance=TOLERANCES[dtype],
+            float64=is_small(name),
+            reference=None if form != AUTOCAST or is_small(name) else partial(in_float32, make),
+        )
         for form, (dtype, maker) in _FORMS.items()
         for name, make in (QUICK if setting.quick else MODELS).items()
     ]
