@@ -69,12 +69,9 @@ class Decode(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Decode:
         """What moves the weights moves the cache, which is no module."""
         super()._apply(fn, recurse)
-        self.change_cache(fn)
-        return self
-
-    def change_cache(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for layer in self.cache.layers:
             layer.keys, layer.values = fn(layer.keys), fn(layer.values)
+        return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         # The cache counts its own tokens; without this the next call would write behind its end.
@@ -212,10 +209,8 @@ def made(make: Callable[..., Built], dtype: torch.dtype, device: str = "cpu") ->
 
 
 def made_for_autocast(make: Callable[..., Built], device: str = "cpu") -> Built:
-    """The same in float32, under autocast, which writes keys and values in bfloat16: so is a static cache."""
+    """The same in float32, under autocast."""
     module, inputs = made(make, torch.float32, device)
-    if isinstance(module, Decode):
-        module.change_cache(torch.Tensor.bfloat16)
     return Autocast(module).eval(), inputs
 
 
@@ -251,4 +246,5 @@ def programs(setting: Setting) -> list[Program]:
         )
         for form, (dtype, maker) in _FORMS.items()
         for name, make in (QUICK if setting.quick else MODELS).items()
+        if form != AUTOCAST or "decode" not in name  # transformers' static cache takes keys and values of one type
     ]
