@@ -22,6 +22,7 @@ from attn_pass.graph.regions import Region, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies
 from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
 from attn_pass.model.formula import formula_of
+from attn_pass.model.views import NoView
 from attn_pass.options import Options, Runner
 from attn_pass.padding.regions import PACKED_ROWS, Graph, of_other_targets, take_padding_out
 from attn_pass.patterns import calls, composite, joined_scores, one_length, softmax
@@ -354,10 +355,10 @@ class _Rewriting:
                 record.refusals[selection.target.name] = record.reason = str(error)
                 self.run.complain(record, "a site is left as it was", error)
                 return False
-            except RewriteError as error:
+            except (RewriteError, NoView) as error:  # another offer may take the mask as the program has it
                 record.refusals[selection.target.name] = first_line(error)
                 if selection is selections[-1]:
-                    if not isinstance(error, HoldsForSome):
+                    if not isinstance(error, HoldsForSome | NoView):
                         raise
                     record.reason = first_line(error)
                 continue

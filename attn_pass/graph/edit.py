@@ -110,6 +110,7 @@ class Plan:
         self.logarithm: Value | None = None  # the scores' log-sum-exp, from a kernel that gives it with its result
         self._known: dict[Any, Value] = {}
         self._sharing = False
+        self._moved: list[tuple[Node, torch.Tensor]] = []  # what lies otherwise with the new value, unobserved
         self._mode = _fake_mode(result)
 
     @contextmanager
@@ -310,6 +311,8 @@ class Plan:
         assert node is not None
         name = old.name
         old.replace_all_uses_with(node)
+        for user, moved in self._moved:
+            user.meta[value_key(user)] = moved
         doomed = [old, *erase]
         inputs = [i for n in doomed for i in n.all_input_nodes]
         _erase(graph, doomed)
@@ -340,10 +343,14 @@ class Plan:
         round, neither may be written.
         """
         before, after = tensor_value(self.result), fake_of(new)
+        self._moved = []
         if before is None or self._strides(before) == self._strides(after):
             return True
         results = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
-        return not any(self._layout_matters(node, after, 0) for node in results)
+        matters = any(self._layout_matters(node, after, 0) for node in results)
+        if matters:
+            self._moved = []
+        return not matters
 
     def _layout_matters(self, node: Node, new: torch.Tensor, depth: int) -> bool:
         """Whether a user would fail with the new strides, or have a result with other strides that can be observed.
@@ -365,8 +372,10 @@ class Plan:
                 return True
             if self._is_written_as_other_memory(user, node, moved, new):
                 return True
-            if self._strides(moved) != self._strides(before) and self._layout_matters(user, moved, depth + 1):
-                return True
+            if self._strides(moved) != self._strides(before):
+                if self._layout_matters(user, moved, depth + 1):
+                    return True
+                self._moved.append((user, moved))
         return False
 
     def _are_laid_out_alike(self, some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -542,8 +551,7 @@ _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 def _moved(user: Node, node: Node, new: torch.Tensor) -> Any:
     """The fake value of a user when it gets ``new`` instead of ``node``; None if that fails."""
-    args = _map(tuple(new if a is node else a for a in user.args))
-    kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
+    args, kwargs = torch.fx.node.map_arg((user.args, user.kwargs), lambda n: new if n is node else fake_of(n))
     call = getattr(args[0], user.target) if isinstance(user.target, str) else user.target
     try:
         return call(*args[1:], **kwargs) if isinstance(user.target, str) else call(*args, **kwargs)

@@ -84,7 +84,10 @@ def _split(added: Expr) -> tuple[Expr, Keep] | None:
         return None
     if added.op == "cast" and added.dtype is not None and added.dtype.is_floating_point:
         inner = _split(added.args[0])
-        return None if inner is None else (apply("cast", inner[0], dtype=added.dtype), inner[1])
+        if inner is None:
+            return None
+        fill = float(torch.tensor(inner[1].fill, dtype=torch.float64).to(added.dtype))  # float32's lowest may be -inf
+        return apply("cast", inner[0], dtype=added.dtype), replace(inner[1], fill=fill)
     if added.op == "add":
         one, other = added.args
         for bias, mask in ((one, other), (other, one)):

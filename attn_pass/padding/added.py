@@ -8,7 +8,7 @@ gradient on; a sequence that has none is kept whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -73,19 +73,32 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def _parts(node: Node) -> Iterator[Node]:
-    """What a sum is made of, as far as it has a gradient; of a number in its place the condition that there is none."""
+def between_sum_and_mask(site: Node) -> list[Node]:
+    """What an attention adds, and the parts of it that its mask is in: none of them may have been written."""
+    bias = site.kwargs.get("bias")
+    seen: list[Node] = []
+    if isinstance(bias, Node) and added_mask(site) is not None:
+        list(_parts(bias, seen.append))
+    return seen
+
+
+def _parts(node: Node, see: Callable[[Node], object] = lambda _: None) -> Iterator[Node]:
+    """What a sum is made of, as far as it has a gradient; of a number in its place the condition that there is none.
+
+    ``see`` gets everything on the way.
+    """
+    see(node)
     call = understand(node) if is_trained(node) else None
     if call is not None and not call.in_place:
-        if call.op == "add" and all(isinstance(call[name], Node) for name in ("input", "other")):
-            yield from _parts(call["input"])
-            yield from _parts(call["other"])
+        if call.op == "add" and call["alpha"] == 1 and all(isinstance(call[name], Node) for name in ("input", "other")):
+            yield from _parts(call["input"], see)
+            yield from _parts(call["other"], see)
             return
         if call.op in ("cast", "copy") and isinstance(call["input"], Node):
-            yield from _parts(call["input"])
+            yield from _parts(call["input"], see)
             return
         if call.op == "where" and isinstance(call["input"], Node) and _absorbs(call["other"]):
-            yield from _parts(call["input"])
+            yield from _parts(call["input"], see)
             yield call["condition"]
             return
     yield node

@@ -35,7 +35,8 @@ class Exit:
     """An operation behind which rows of padding are not seen, in words, and which rows it does read.
 
     ``tensor`` is (B,) of "positions", the mask (B, 1, L, S) of "keys", and has the layout ``at`` where it says which
-    rows are read. ``sites`` are the attentions that read it with rows of padding, and are an exit only if they are of
+    rows are read; ``seen_as`` is what it is read as: a cast or a copy of it, which must not have been written either.
+    ``sites`` are the attentions that read it with rows of padding, and are an exit only if they are of
     the region themselves.
     """
 
@@ -44,6 +45,7 @@ class Exit:
     position: int = 0
     tensor: Node | None = None
     at: Layout | None = None
+    seen_as: tuple[Node, ...] = ()
     sites: tuple[Node, ...] = ()
 
 
@@ -86,10 +88,11 @@ def _is_of_sizes(user: Node) -> bool:
 def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     """Keys and values of another attention, a cross attention, that masks the same ones, or others."""
     used = [n for n, argument in enumerate(user.args) if argument is node]
-    in_others = any(node is a for a in user.kwargs.values())
+    others: list[Node] = []
+    torch.fx.node.map_arg(user.kwargs, others.append)
     value = tensor_value(node)
     has_all_rows = value is not None and around.rules.shape(node)[0] == around.rows.batch
-    if 0 in used or in_others or layout != Layout(0, 2) or not has_all_rows or not hides_padding(user):
+    if 0 in used or node in others or layout != Layout(0, 2) or not has_all_rows or not hides_padding(user):
         return None
     mask = mask_of(user)
     if mask == around.mask and not averages((user,)) and not mask.is_of_pairs:  # there a row may read all values
@@ -159,7 +162,8 @@ def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
     one_each = around.rules.shape(position) == (around.rows.batch,)
     if start != 0 or steps or not one_each or values[1] is None or values[1].dtype == torch.bool:
         return None
-    return Exit("one position of each sequence is read, found at run time", "positions", tensor=position)
+    words = "one position of each sequence is read, found at run time"
+    return Exit(words, "positions", tensor=position, seen_as=(batch,))
 
 
 def _product(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
@@ -195,7 +199,7 @@ def _says(value: Any, node: Node, layout: Layout, around: Surroundings, reason: 
         return None
     at = _rows_alone(around.rules.shape(source), layout, around)
     ranks = {len(around.rules.shape(n)) for n in (source, value, node)}
-    return Exit(reason, kind, tensor=source, at=at) if at is not None and len(ranks) == 1 else None
+    return Exit(reason, kind, tensor=source, at=at, seen_as=(value,)) if at is not None and len(ranks) == 1 else None
 
 
 def _rows_alone(shape: tuple[Any, ...], layout: Layout, around: Surroundings) -> Layout | None:

@@ -49,6 +49,8 @@ class Emitter:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Calls are added in this context; an error takes them back."""
+        if self._mode.shape_env is None:
+            raise CannotPackError("the graph was traced without symbols, which the number of packed rows is one of")
         with ExitStack() as stack:
             stack.enter_context(sizes_at_run_time(self._mode.shape_env))
             stack.enter_context(self._mode)

@@ -18,7 +18,7 @@ from attn_pass.graph.names import torch_name
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes
 from attn_pass.options import Options
-from attn_pass.padding.added import adds_learned, ancestors
+from attn_pass.padding.added import adds_learned, ancestors, between_sum_and_mask
 from attn_pass.padding.cost import Cost, cost_of, is_product
 from attn_pass.padding.exits import FINITE, Surroundings
 from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, groups
@@ -148,7 +148,8 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> list[Node]:
     rules = Rules(sizes, graph.draws)
     around = Surroundings(rules, group.rows, group.mask, graph.operators, options.assume_padding_unused, strict)
     trace = Trace(group, around, Effects(gm.graph))
-    if any(map(trace.is_written, group.mask.nodes)):  # rows are counted once, in front of all that reads them
+    masks = {*group.mask.nodes, *(n for site in group.sites for n in between_sum_and_mask(site))}
+    if any(map(trace.is_written, masks)):  # rows are counted once, in front of all that reads them
         record.mark_left("its mask is written in place")
         return []
     proof = prove(trace)

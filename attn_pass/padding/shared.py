@@ -34,8 +34,10 @@ def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> N
             _erase(graph, keep)
         added = added_mask(site)
         if added is not None and (shared := first.setdefault(numbers.of(added), added)) is not added:
-            added.replace_all_uses_with(shared)
-            _erase(graph, added)
+            position = {node: n for n, node in enumerate(graph.nodes)}
+            if all(position[user] > position[shared] for user in added.users):
+                added.replace_all_uses_with(shared)
+                _erase(graph, added)
 
 
 def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> None:
@@ -43,6 +45,8 @@ def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> 
     effects = Effects(graph)
     for site in list(graph.nodes):
         if site.op != "call_function" or site.target not in operators or tensor_value(site) is None:
+            continue
+        if effects.mutations(site):
             continue
         for merged in [u for u in site.users if _is_view(u) and not effects.mutations(u)]:
             for apart in [u for u in merged.users if _is_view(u)]:

@@ -246,7 +246,7 @@ def _can_be_told(trace: Trace, leaving: Exit) -> bool:
     if leaving.tensor is None:
         return True
     made_of = ancestors((leaving.tensor,))
-    written = any(trace.is_written(n) for n in made_of)
+    written = any(trace.is_written(n) for n in made_of | ancestors(leaving.seen_as))
     return len(made_of) <= _MOST and made_of.isdisjoint(trace.group.sites) and not written
 
 

@@ -81,8 +81,10 @@ def find(
             with reader.site() as used:
                 parts = _lift(reader, node, result, call_args)
                 described = describe(parts, used)
-                if parts.score_dtype == torch.float16 and not (written.fused or described.attention.mask.never_empty):
-                    # Torch adds the mask in float32, where float16's lowest number does not absorb a row's scores.
+                is_half = parts.score_dtype in (torch.float16, torch.bfloat16)
+                if is_half and not (written.fused or described.attention.mask.never_empty):
+                    # Torch adds the mask in float32, where float16's lowest number does not absorb a row's scores,
+                    # nor -1e9 all of those that it does in bfloat16.
                     described = describe(replace(parts, score_dtype=torch.float32), used)
             check_window(reader, described, result)
             internal = (*rest, *((node,) if result is not node else ()))

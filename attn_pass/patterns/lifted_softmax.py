@@ -256,6 +256,8 @@ def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: No
         softmax = torch.float32 if softmax == torch.float64 else softmax
     if len(types) > 1:
         types = {d for d, term in joined if not (isinstance(term, Const) and math.isinf(term.value))}
+    if types == {torch.bfloat16} and softmax == torch.float32:  # where -1e9 absorbs a score, and not in float32
+        return torch.bfloat16
     if torch.float16 not in types:
         return reduce(torch.promote_types, types, softmax)
     if len(types) > 1 or scores.is_beyond_half:

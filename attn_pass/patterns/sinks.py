@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, contains_dot, expression_axes
+from attn_pass.model.expression import Apply, Const, Expr, Load, apply, contains_dot, expression_axes
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.patterns.softmax_forms import Softmax
 from attn_pass.patterns.weights import maximum_of
@@ -95,10 +95,18 @@ def check_no_shift(score: Expr, keys: Axis, node: Node) -> None:
     if not isinstance(score, Apply) or not contains_dot(score):
         return
     for arg in score.args:
-        alone = not contains_dot(arg) and not isinstance(arg, Dot) and keys not in expression_axes(arg)
-        if alone and (score.op in ("add", "sub") or (score.op not in ("mul", "div", "where") and arg != Const(0))):
+        has_rows = not contains_dot(arg) and any(keys not in expression_axes(term) for term in _terms(arg))
+        alone = not contains_dot(arg) and keys not in expression_axes(arg)
+        changes = score.op not in ("add", "sub", "mul", "div", "where") and arg != Const(0)
+        if (has_rows and score.op in ("add", "sub")) or (alone and changes):
             raise Unreadable("a term that is the same for all keys is added to scores that are joined by a sink", node)
         check_no_shift(arg, keys, node)
+
+
+def _terms(added: Expr) -> list[Expr]:
+    if isinstance(added, Apply) and added.op == "add":
+        return [term for arg in added.args for term in _terms(arg)]
+    return [added]
 
 
 def sink_positions(

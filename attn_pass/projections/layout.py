@@ -16,7 +16,7 @@ import torch
 
 from attn_pass.errors import RewriteError
 
-Place = tuple[tuple[int, torch.Size], ...]
+Place = tuple[tuple[int, torch.Size, tuple[int, ...]], ...]
 
 _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
@@ -155,8 +155,8 @@ def _forget(joined: ReferenceType[Joined], place: Place) -> None:
 
 
 def place_of(parameters: Sequence[torch.Tensor]) -> Place:
-    """Where each of them lies, and its sizes: it may have been cut where it is."""
-    return tuple([(each.data_ptr(), each.shape) for each in parameters])
+    """Where each of them lies, and how: it may have been cut or transposed where it is."""
+    return tuple([(each.data_ptr(), each.shape, each.stride()) for each in parameters])
 
 
 _JOINED: WeakValueDictionary[tuple[object, ...], Joined] = WeakValueDictionary()

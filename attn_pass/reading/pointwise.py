@@ -93,21 +93,18 @@ def _maximum(node: Node, call: Call, at: _At) -> Expr:
 
 
 def _larger_or_smaller(node: Node, call: Call, at: _At) -> Expr:
-    """Of two tensors, which share the gradient where they are equal: a number that is known stands first."""
+    """Of two tensors, which share the gradient where they are equal: scores stand second."""
     one, other = (rounded(at(name), node) for name in ("input", "other"))
-    return apply(call.op, other, one) if isinstance(other, Const) else apply(call.op, one, other)
+    swaps = contains_dot(one) and not contains_dot(other)
+    return apply(call.op, other, one) if swaps else apply(call.op, one, other)
 
 
 def _clamp(node: Node, call: Call, at: _At) -> Expr:
-    """The larger or smaller of an element and a number, which stands second: the element has the whole gradient."""
+    """Of an element and a bound, which stands second: where they are equal the element has the gradient."""
     out = at("input")
     for name, op in (("min", "maximum"), ("max", "minimum")):
-        if call.get(name) is None:
-            continue
-        bound = rounded(at(name), node)
-        if contains_dot(out) and not isinstance(bound, Const):
-            raise Unreadable("scores that are clamped to a tensor", node)
-        out = apply(op, out, bound)
+        if call.get(name) is not None:
+            out = apply(op, out, rounded(at(name), node))
     return out
 
 

@@ -116,7 +116,6 @@ _BOUNDS: dict[str, Callable[[list[float]], float]] = {
     "cast": max,
     "tanh": lambda _: 1.0,
     "sigmoid": lambda _: 1.0,
-    "log": max,
     "maximum": max,
     "minimum": max,
     "where": lambda sizes: max(sizes[1:]),

@@ -201,7 +201,8 @@ class UseDefWalk:
             return self.read(value, position, at)
         source, where, read_at = reader.through_views(value, position, at, self.region)
         defined, call = reader.definition(source, read_at)
-        if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
+        is_logic = call is not None and call.op in _LOGIC and not call.in_place and _is_of_one_type(call)
+        if call is not None and is_logic and self._has_shape_of_leaf(source):
             self.internal[source] = None
             return pointwise(defined, call, where, lambda v, p: self.operand(v, p, reader.order[defined]))
         element = reader.element(source, where, read_at)
@@ -351,6 +352,12 @@ def written_into(reader: Reader, product: Node) -> list[Node]:
 _LOGIC = ("not", "and", "or", "eq", "ne")
 _JOINING = ("add", "sub", "where", "maximum", "minimum")
 _STEPS = 8
+
+
+def _is_of_one_type(call: Call) -> bool:
+    """Whether operands have one floating type: of two, which is meant depends on their dimensions, too."""
+    values = [tensor_value(call.get(name)) for name in ("input", "other")]
+    return len({v.dtype for v in values if v is not None and v.is_floating_point()}) < 2
 
 
 def _name(node: Node) -> str:

@@ -16,6 +16,7 @@ from attn_pass.compat import context_parallel_is_active
 from attn_pass.devices.registry import of_type
 from attn_pass.graph import allowed, vmapped
 from attn_pass.graph.cut import Around, Level
+from attn_pass.graph.detached import restore_gradients
 from attn_pass.graph.edit import SizeNodes
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import Expansion
@@ -77,6 +78,7 @@ class GraphContext:
         try:
             self.effects = Effects(gm.graph)
             self.regions = Regions(gm.graph, around.region)
+            self.detached = restore_gradients(gm.graph, self.regions)
             self.reader = self._reader()
             self.joined = joined_scores.join_scores(gm.graph, self.reader)
             self.summed = summed_pieces.join_sums(gm.graph, self.reader)

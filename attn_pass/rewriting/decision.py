@@ -42,6 +42,9 @@ _NO_GRADIENT_IN_A_CHECKPOINT = (
 )
 
 
+_DETACHED = "its result is detached in place afterwards, as a view of a kernel's result cannot be"
+
+
 @dataclass(frozen=True)
 class Decision:
     """What is chosen for a site, and under which circumstances."""
@@ -61,6 +64,8 @@ class Decision:
 
 def stays(context: GraphContext, site: Site, attention: Attention) -> str:
     """Why a site is left before anything is chosen; empty where it may be rewritten."""
+    if site.node in context.detached:
+        return _DETACHED
     return _not_here(context, attention) or _call_stays(context, site, attention)
 
 

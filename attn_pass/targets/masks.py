@@ -145,13 +145,15 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
     added = a.mask.bias if over is None else over.bias
     condition = a.mask.condition if over is None else over.condition
-    if added is not None and not (setting.fused_as_written or wants_mask_gradient(a)):
+    rescaled = is_rescaled_in_bfloat16(a, setting)
+    if rescaled and added is not None:
         added = _absorbing_in_bfloat16(a, added)
     bias: Expr = added if added is not None else Const(0.0)
     if condition is not None and a.mask.keep is not None:
         if added is not None:
             bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
         fill = _LOWEST if added is None and a.mask.keep.fill != float("-inf") else a.mask.keep.fill
+        fill = absorbing_fill(a, fill) if rescaled else fill
         bias = apply("where", condition, bias, Const(fill))
     mask = lower.expression(bias, groups)
     if not fake_of(mask).dtype.is_floating_point:
@@ -169,16 +171,40 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     return mask
 
 
-def _absorbing_in_bfloat16(a: Attention, bias: Expr) -> Expr:
-    """What is added to bfloat16 scores, so that a mask of -1e9 absorbs any score in float32, as it does in bfloat16.
+def is_rescaled_in_bfloat16(a: Attention, setting: Setting) -> bool:
+    """Whether a mask of -1e9 in what is added is made to absorb any score in float32, as it does in bfloat16.
 
     Learned tables and products are taken to hold no such number.
     """
+    bias = a.mask.bias
+    if bias is None or a.score_dtype != torch.bfloat16 or setting.fused_as_written or wants_mask_gradient(a):
+        return False
     sources = [a.sources[load.source] for load in loads(bias)]
-    learned = a.mask.bias_is_learned or all(source.kind == "table" or source.of_products for source in sources)
-    if a.score_dtype != torch.bfloat16 or learned or not sources:
-        return bias
-    masks = apply("and", apply("le", bias, Const(MASKING)), apply("gt", bias, Const(_ABSORBS_ANY)))
+    return bool(sources) and not (
+        a.mask.bias_is_learned or all(source.kind == "table" or source.of_products for source in sources)
+    )
+
+
+def absorbing_fill(a: Attention, fill: float) -> float:
+    """The fill beside what is rescaled, rescaled as well: in bfloat16 the two may be one number."""
+    if not _ABSORBS_ANY < fill <= _masking(a):
+        return fill
+    return float(torch.tensor(fill, dtype=torch.bfloat16) * _TIMES_IN_BFLOAT16)
+
+
+def _masking(a: Attention) -> float:
+    """The highest number that masks in what is added: the scores may have been made smaller together with it."""
+    factor, bias = 1.0, a.mask.bias
+    while isinstance(bias, Apply) and bias.op in ("cast", "mul"):
+        numbers = [abs(float(e.value)) for e in bias.args if isinstance(e, Const)]
+        factor *= numbers[0] if numbers else 1.0
+        bias = next((e for e in bias.args if not isinstance(e, Const)), None)
+    return MASKING * min(1.0, factor or 1.0)
+
+
+def _absorbing_in_bfloat16(a: Attention, bias: Expr) -> Expr:
+    """What is added, with numbers that mask in bfloat16 times as much as makes them absorb any score."""
+    masks = apply("and", apply("le", bias, Const(_masking(a))), apply("gt", bias, Const(_ABSORBS_ANY)))
     low = apply("mul", apply("cast", bias, dtype=torch.bfloat16), Const(_TIMES_IN_BFLOAT16))
     return apply("where", masks, low, bias)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import randn
+from against_eager import randn, same
 from read_graphs import captured, inputs_of, nodes_of
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -380,3 +380,19 @@ def test_an_operand_written_after_the_site_is_copied_in_training_alone() -> None
     assert operand(False, "clone")
     assert not operand(True, "clone"), "the backward wants what it was"
     assert operand(True, "sin"), "it is never written"
+
+
+def test_layouts_are_followed_through_lists() -> None:
+    """A result that lies otherwise makes `cat` lie otherwise, and a view of that a copy."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.softmax(torch.bmm(q, k) * 0.25, 2)
+        return torch.bmm(v, weights.permute(0, 2, 1)).view(-1, 8, 4, 4)
+
+    def run(*x: Tensor) -> Tensor:
+        y = torch.cat([attend(*x[:3]), attend(*x[3:])], 1)
+        y.reshape(y.shape[0], -1).mul_(2)  # of a view
+        return y
+
+    x = [torch.randn(2, 16, 8), torch.randn(2, 8, 16), torch.randn(2, 8, 16)]
+    same(run, *x, *(t.flip(0) for t in x), targets=("sdpa",))

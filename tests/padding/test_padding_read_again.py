@@ -186,3 +186,113 @@ def test_results_are_eagers(model: type[Encoder], backend: str) -> None:
     encoder = model().eval()
     with torch.no_grad():
         torch.testing.assert_close(compiled(encoder, backend)(IDS, MASK), encoder(IDS, MASK), rtol=1e-4, atol=1e-5)
+
+
+class Weighed(Encoder):
+    """A masked mean by weights that are the mask in another type, written afterwards."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.attend(0, x, x, mask)
+        weights = mask[..., None].float()
+        self.write(weights)
+        return (x * weights).sum(1) / weights.sum(1)
+
+
+class Chosen(Encoder):
+    """The same of a condition."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        x = x + self.attend(0, x, x, mask)
+        there = mask[..., None].bool()
+        there[:, -2:] = True
+        return torch.where(there, x, 0.0).sum(1)
+
+
+class Capped(Encoder):
+    """Rows of padding of another attention, which are in the result, have scores by what the first one gave."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.gate = nn.Linear(E, H)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x, keep = self.words(ids), mask.bool()[:, None, None, :]
+        cap = (1 + self.gate(self.attend(0, x, x, mask)).sigmoid()).transpose(1, 2)[..., None]
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.layers[1][:3])  # type: ignore[index]
+        scores = cap * torch.tanh(q @ k.transpose(2, 3) / cap)
+        return scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+class Apart(Encoder):
+    """A copy of an attention's result, taken before that is written, and seen with its heads again."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(ids)
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.layers[0][:3])  # type: ignore[index]
+        y = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None, :])
+        flat = y.reshape(B * H, L, E // H)
+        y.mul_(2)
+        return flat.view(B, H, L, E // H), y
+
+
+WRITTEN: dict[str, Encoder] = {
+    "the last token counts": Weighed(lambda w: w[:, -1].fill_(1.0)),
+    "all count a little": Weighed(lambda w: w.add_(0.1)),
+    "a condition": Chosen(),
+    "a cap of each row": Capped(),
+    "a copy of a result": Apart(),
+}
+
+
+@pytest.mark.parametrize("name", list(WRITTEN))
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_written_or_captured_is_seen(name: str, backend: str) -> None:
+    model = WRITTEN[name].eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model, backend)(IDS, MASK), model(IDS, MASK), rtol=1e-4, atol=1e-5)
+
+
+class Biased(Encoder):
+    """T5's bias and a mask, added, after which one key is kept for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2 * L, H)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x, at = self.words(ids), torch.arange(L)
+        numbers = torch.where(mask.bool()[:, None, None, :], 0.0, torch.finfo(torch.float32).min)
+        added = self.table(at[:, None] - at[None] + L).permute(2, 0, 1)[None] + numbers
+        added[..., 0] = 0.0
+        parts: Any = self.layers[0]
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in parts[:3])
+        y = (q @ k.transpose(2, 3) + added).softmax(-1) @ v
+        x = x + parts[3](y.transpose(1, 2).reshape(B, L, E))
+        return (x * mask[..., None]).sum(1)
+
+
+def test_a_sum_that_is_written_after_its_mask_was_added() -> None:
+    model, left_padding = Biased(), MASK.flip(1)
+    got, want = step(model, compiled(model), IDS, left_padding), step(model, model, IDS, left_padding)
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_traced_graph_without_symbols() -> None:
+    weights = [torch.randn(E, E) / 4 for _ in range(4)]
+
+    def program(x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (F.linear(x, w).view(B, L, H, E // H).transpose(1, 2) for w in weights[:3])
+        y = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None, :])
+        return (x + F.linear(y.transpose(1, 2).reshape(B, L, E), weights[3]))[:, 0]
+
+    graph, inputs = torch.fx.symbolic_trace(program), (torch.randn(B, L, E), MASK)
+    with torch.no_grad():
+        attn_pass.rewrite(graph, inputs, choose="fused", targets=("cpu_kernel",), on_error="raise")
+        torch.testing.assert_close(graph(*inputs), program(*inputs), rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,37 @@ def test_memory_of_a_model_that_is_gone() -> None:
     parameters.clear()
     gc.collect()
     assert not joined._known
+
+
+def test_memory_of_a_compiled_model_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_pass.projections import layout
+
+    joined: list[weakref.ref[Tensor]] = []
+    join = layout.Joined._laid_out
+
+    def laid_out(self: Joined, parameters: Any) -> Tensor:
+        memory = join(self, parameters)
+        joined.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(layout.Joined, "_laid_out", laid_out)
+    model = Two().eval()
+    run = compiled(model, monkeypatch)
+    with torch.no_grad():
+        run(torch.randn(B, L, E))
+        assert together(model)
+    del model, run
+    gc.collect()
+    assert joined and all(memory() is None for memory in joined)
+
+
+def test_a_parameter_that_is_transposed_where_it_lies() -> None:
+    parameters = [nn.Parameter(torch.randn(16, 16)) for _ in range(2)]
+    joined = joined_of(parameters)
+    with torch.no_grad():
+        joined(parameters)
+        parameters[0].data = parameters[0].data.t()
+        torch.testing.assert_close(joined(parameters), torch.cat(parameters))
 
 
 class Narrow(Projected):

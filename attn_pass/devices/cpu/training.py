@@ -12,7 +12,7 @@ from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import RANDOM_NUMBERS, Constraint, HasAttention
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.key_bounds import Bounds, bounds_of
-from attn_pass.targets.masks import HALF_ABSORBS, shifts_rows
+from attn_pass.targets.masks import HALF_ABSORBS, absorbing_fill, is_rescaled_in_bfloat16, shifts_rows
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -100,6 +100,8 @@ def fill_that_counts(a: Attention, setting: Setting) -> float | None:
     # As the bias has it (`masks.additive_mask`), so that the two keep their order.
     before = torch.tensor(a.mask.keep.fill / a.rescaled, dtype=a.score_dtype)
     in_half = a.score_dtype == torch.float16 and float(before) <= torch.finfo(torch.float16).min / 2
+    if is_rescaled_in_bfloat16(a, setting):
+        return absorbing_fill(a, a.mask.keep.fill)
     return float(before.float() * HALF_ABSORBS) if in_half else a.mask.keep.fill
 
 

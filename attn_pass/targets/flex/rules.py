@@ -15,7 +15,7 @@ from attn_pass.compat import TORCH_VERSION, inductor_vector_floats
 from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
-from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
+from attn_pass.model.index import Axis, Index, axes, is_less, is_nonnegative, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, MAY_BE_EMPTY, Constraint, sizes_of
@@ -85,8 +85,12 @@ _SIZES = Rule(
 )
 _IN_BOUNDS = Rule(
     "bounds",
-    lambda c: "the score function would read before the start of a tensor",
-    lambda c: all(is_nonnegative(i) for e in c.function.loads() for i in e.index),
+    lambda c: "the score function would read before the start of a tensor, or beyond its end",
+    lambda c: all(
+        is_nonnegative(i) and is_less(i, size)
+        for e in c.function.loads()
+        for i, size in zip(e.index, c.attention.sources[e.source].shape)
+    ),
 )
 _STRICT = Rule(
     "numerics",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -349,3 +350,88 @@ def test_roundings_of_many_equal_keys_do_not_add_up(rows: int) -> None:
     assert (OPERATOR(query, key, value, 1.0).double() - value[0, 0, 0].double()).abs().max() < 2e-6
     masked = OPERATOR(query, key, value, 1.0, keep=torch.zeros(1, 1, 1, 16384).bool(), fully_masked="mean")
     assert (masked.double() - value[0, 0, 0].double()).abs().max() < 2e-7
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min, -1e9])
+def test_a_sigmoid_of_what_is_masked_is_0(fill: float) -> None:
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (20, 70, 70))
+    mask = torch.zeros(20, 70).masked_fill(torch.rand(20, 70) < 0.3, fill)
+    got = OPERATOR(query, key, value, 1.0, score="sigmoid(add(x, captured(0)))", captured=[mask])
+    exact = torch.sigmoid(query.double() @ key.double().mT + mask.double()).softmax(-1) @ value.double()
+    assert (got - exact).abs().max() < 1e-5
+    assert OPERATOR(query, key, value, 1.0, score="exp(add(x, captured(0)))", captured=[-mask]).isnan().any()
+
+
+@pytest.mark.parametrize("far", [1 << 40, (1 << 63) - 2, (1 << 63) - 1])
+def test_positions_beyond_all_keys_see_all_keys(far: int) -> None:
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (3, 50, 50))
+    got = OPERATOR(query, key, value, 0.25, shift=torch.tensor([far]), after=0)
+    torch.testing.assert_close(got, OPERATOR(query, key, value, 0.25))
+
+
+def test_sizes_that_do_not_go_together_are_refused() -> None:
+    def operand(*sizes: int) -> Tensor:
+        return torch.randn(*sizes)
+
+    query, key = operand(1, 4, 5, 8), operand(1, 2, 7, 8)
+    for other in (operand(1, 2, 6, 8), operand(1, 1, 7, 8), operand(2, 2, 7, 8)):
+        with pytest.raises(ValueError, match="do not go together"):
+            OPERATOR(query, key, other, 0.3)
+    with pytest.raises(ValueError, match="do not go together"):
+        OPERATOR(query, operand(1, 2, 7, 9), key, 0.3)
+    with pytest.raises(ValueError, match="no multiple of 3"):
+        OPERATOR(query, operand(1, 3, 7, 8), operand(1, 3, 7, 8), 0.3)
+    with pytest.raises(ValueError, match="captured tensor that is not given"):
+        OPERATOR(query, key, key, 0.3, score="add(x, captured(1))", captured=[operand(5, 7)])
+
+
+def test_a_folder_that_cannot_be_written_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for another user than root
+    built: list[Path] = []
+
+    def build_nothing(text: str, command: tuple[str, ...], library: Path) -> None:
+        built.append(library)
+        raise build.NoCompilerError("not now")
+
+    monkeypatch.setattr(build, "_build", build_nothing)
+    build.entry.cache_clear()
+    try:
+        with pytest.raises(build.NoCompilerError):
+            build.entry(torch.float32)
+    finally:
+        build.entry.cache_clear()
+    assert built and tmp_path not in built[0].parents
+
+
+def test_compilers_know_the_names_of_the_instruction_sets() -> None:
+    """GCC before 11 and Clang before 18 have none for the conversions of float16, and refuse the whole source."""
+    text = source.kernel_source()
+    known = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16")
+    assert set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', text)) <= set(known)
+
+
+def test_a_thread_does_not_keep_much_for_little() -> None:
+    """Of one large backward; its memory is given back in the next call that needs little."""
+    code = """
+import resource, torch
+from attn_pass.devices.cpu.kernel.gradients import FORWARD
+torch.set_num_threads(1)
+
+def step(length):
+    q = torch.randn(1, 32, length, 128, requires_grad=True)
+    k, v = (torch.randn(1, 1, 64, 128) for _ in range(2))
+    FORWARD(q, k, v, 0.1)[0].sum().backward()
+
+def now():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+
+step(16)
+before = now()
+step(8192)
+step(16)
+print(now() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100  # MiB; 128 in the queries' gradients of one task

@@ -14,7 +14,7 @@ from test_cpu_attention import DTYPES, SCORE, draw
 from torch import Tensor
 
 from attn_pass.devices.cpu.kernel import operator, slopes
-from attn_pass.devices.cpu.kernel.gradients import FORWARD
+from attn_pass.devices.cpu.kernel.gradients import BACKWARD_OPERATOR, FORWARD
 
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # or twice eager's; of the largest, or of 1
 
@@ -164,7 +164,8 @@ ONE = torch.tensor(1.0)
 SLOPES = {
     "tanh(mul(x, number(0.5f)))": lambda x: torch.tanh(x * 0.5),
     "div(exp(neg(x)), add(number(2.0f), captured(0)))": lambda x: torch.exp(-x) / 2.5,
-    "minimum(maximum(x, number(-1.0f)), sigmoid(x))": lambda x: torch.minimum(torch.maximum(x, -ONE), torch.sigmoid(x)),
+    "minimum(maximum(x, number(-1.0f)), sigmoid(x))": lambda x: torch.minimum(x.clamp(min=-1.0), torch.sigmoid(x)),
+    "minimum(maximum(number(-1.0f), x), sigmoid(x))": lambda x: torch.minimum(torch.maximum(x, -ONE), torch.sigmoid(x)),
     "sub(abs(x), mul(x, x))": lambda x: x.abs() - x * x,
     "where(captured(0), div(x, add(x, number(3.5f))), x)": lambda x: x / (x + 3.5),
     "add(captured(0), number(1e-05f))": lambda x: 0 * x,
@@ -243,10 +244,15 @@ def test_a_tangent_of_torch_func_is_not_dropped(call: Any) -> None:
 
 @pytest.mark.slow
 def test_an_empty_batch_has_a_compiled_backward() -> None:
+    import attn_pass.devices.cpu.kernel.gradient_template  # noqa: F401  which lowers it
+
     q, k, v = (torch.randn(0, 2, 20, 16, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 20, 20, requires_grad=True)
     run = torch.compile(lambda q, k, v, bias: FORWARD(q, k, v, 0.3, bias=bias)[0], dynamic=False)
-    grads = torch.autograd.grad(run(q, k, v, bias).sum(), [q, k, v, bias])
+    out = run(q, k, v, bias)
+    freed = [torch.full((2, 20, 20), 7.0) for _ in range(200)]  # memory that comes next is not zero
+    del freed
+    grads = torch.autograd.grad(out.sum(), [q, k, v, bias])
     assert [tuple(g.shape) for g in grads[:3]] == [(0, 2, 20, 16)] * 3
     assert torch.equal(grads[3], torch.zeros(2, 20, 20))
 
@@ -269,3 +275,23 @@ def test_roundings_of_many_equal_rows_do_not_add_up() -> None:
     masked = {"keep": torch.zeros(1, 1, 1, 4).bool(), "fully_masked": "mean"}
     FORWARD(query, key, value, 1.0, **masked)[0].backward(torch.full((1, 1, 16384, 8), 0.7))
     assert (value.grad.double() / expected - 1).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_log_sum_exp_beside_a_sink_has_no_gradient(learned: bool) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    sink = torch.full((1, 2, 1, 1), 2.0, requires_grad=learned)
+    out, lse, *_ = FORWARD(query, key, value, 0.3, sink=sink)
+    torch.autograd.grad(out.sum(), [query], retain_graph=True)
+    with pytest.raises(NotImplementedError, match="beside a sink"):
+        torch.autograd.grad(lse.sum(), [query])
+
+
+def test_a_gradient_of_another_dtype_is_kept_while_it_is_read() -> None:
+    query, key, value = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    result, _, statistics, rest = FORWARD(query, key, value, 0.3)
+    grad = torch.randn(1, 2, 40, 16)
+    wanted = ["query", "key", "value"]
+    call = (None, result, statistics, rest, wanted, query, key, value, 0.3)
+    for got, expected in zip(BACKWARD_OPERATOR(grad.double(), *call), BACKWARD_OPERATOR(grad, *call), strict=True):
+        torch.testing.assert_close(got, expected)

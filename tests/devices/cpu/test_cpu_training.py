@@ -366,3 +366,17 @@ def test_scores_that_equal_what_they_are_clamped_to(name: str) -> None:
     """A clamp passes the whole gradient on, and a maximum of two tensors half of it."""
     signs = [x.sign().requires_grad_() for x in qkv(dim=4)]
     same(CLAMPED[name], *signs, grad=True, targets=("cpu_kernel",), rewritten=1)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_added_mask_and_a_filled_one_mask_a_row_together_in_bfloat16(grad: bool) -> None:
+    """By the same number: such a row is the mean of all values, and not of those that one of the two masks."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        later = torch.arange(40) > torch.arange(40)[:, None]
+        return (q @ k.mT * 0.25 + mask).masked_fill(later, -1e9).softmax(-1) @ v
+
+    mask = torch.zeros(1, 1, 1, 40).masked_fill(torch.arange(40) < 30, -1e9).bfloat16()
+    inputs = qkv(1, 2, 40, 40, 16, dtype=torch.bfloat16, grad=grad)
+    report = same(run, *inputs, mask, grad=grad, targets=("cpu_kernel",), rewritten=1)
+    assert report.sites[0].target == "cpu_kernel"

@@ -458,7 +458,8 @@ template <class T> void backward_whole(const BackwardArgs& given) {
     j.sums[t] = lies_apart[t] ? memory + sums[t] : given.summed[t].data;
     std::memcpy(j.all.sums[t].stride, given.summed[t].stride, sizeof(given.summed[t].stride));
     j.all.sums[t].data = j.sums[t];
-    if (j.all.sums[t].is_matrix()) continue;  // each task clears what it does not write
+    const bool has_work = a.B > 0 && a.L > 0 && a.S > 0;
+    if (has_work && j.all.sums[t].is_matrix()) continue;  // each task clears what it does not write
     const Joined whole = {static_cast<float*>(j.sums[t]), j.elements[t], j.parts[t], nullptr, 0};
     run_tasks(blocks_of(j.elements[t] * j.parts[t], JOINED), clear_task, &whole, threads);
   }

@@ -32,7 +32,9 @@ from attn_pass.devices.cpu.kernel.source import (
 from attn_pass.errors import AttnPassError
 from attn_pass.tuning import disk_cache
 
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
+# Products and sums are not contracted, as in Inductor's code: the backward computes the forward's scores again.
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-w")
+_THREADS = ("-fopenmp",) if sys.platform == "linux" else ()  # elsewhere OpenMP is not the compiler's own
 _SECONDS = 600  # a compiler that takes longer hangs
 
 
@@ -78,8 +80,8 @@ def fault() -> str:
         if sys.platform == "win32":  # other flags; Inductor has tried it
             return ""
         parts = ["Python.h"]
-        if sys.platform == "linux":  # elsewhere OpenMP is not the compiler's own
-            command.append("-fopenmp")
+        command += _THREADS
+        if _THREADS:
             parts.append("omp.h")
         text = "".join(f"#include <{part}>\n" for part in parts) + "int trial() { return 0; }\n"
         with tempfile.TemporaryDirectory() as work:
@@ -107,14 +109,17 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
     )
     function = f'extern "C" void attend(const void* given) {{\n  {cast_line}\n{body}\n}}\n'
     text = f"{kernel_source(sets, checked(score) if score else score, kernel)}\n{function}"
-    command = (compiler(), *_FLAGS)
+    command = (compiler(), *_FLAGS, *_THREADS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
     folder = disk_cache.folder() / "kernels"
     library = folder / f"attention_{ELEMENTS[dtype].lower()}_{name}.so"
     if not library.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            writable = os.access(folder, os.W_OK)
         except OSError:
+            writable = False
+        if not writable:
             folder = Path(tempfile.mkdtemp(prefix="attn_pass"))
             library = folder / library.name
         with FileLock(folder / f"{library.name}.lock"):

@@ -25,12 +25,20 @@ inline bool has_tiles() {
 #endif
 }
 
+#if defined(__x86_64__)
+// Whether it converts float16: GCC before 11 and Clang before 18 have no name for that.
+inline bool has_f16c() {
+  u32 a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
+}
+#endif
+
 // The best of the processor's sets; `in_tiles` where the kernel has one that multiplies in tiles.
 inline Set best_set(bool in_tiles) {
   Set best = PLAIN;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) best = AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) best = AVX2;
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (best == AVX2 && wide) best = AVX512;

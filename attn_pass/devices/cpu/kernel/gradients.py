@@ -128,9 +128,10 @@ def _backward(
     query, key = (by_name[name] for name in _OPERANDS[:2])
     if 0 in (*query.shape[:3], *key.shape[:3]):
         return [x.zero_() for x in outputs.values()]
+    grad = grad.to(query.dtype)  # by a name: the arguments hold addresses
     args = _BackwardArgs(
         a=arguments(**by_name),
-        grad=operand(grad.to(query.dtype), result.shape),
+        grad=operand(grad, result.shape),
         result=operand(result, result.shape),
         rest=operand(rest if rest.numel() else None, result.shape),
         lse_grad=operand(None if lse_grad is None else lse_grad.unsqueeze(-1), (*result.shape[:3], 1)),
@@ -198,6 +199,8 @@ def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor
     wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
     if by_name["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
         raise NotImplementedError("beside packed rows a bias, and what a score function reads, have no gradient")
+    if lse_grad is not None and by_name["sink"] is not None:
+        raise NotImplementedError("beside a sink, which it does not count, the log-sum-exp has no gradient")
     if grad is None:
         grad = torch.zeros_like(result)
     values = [by_name[name] for name in NAMES]

@@ -33,7 +33,7 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
 }
 // Whether a row of a batch entry may keep a key of a panel, before tensors are asked.
 inline bool reaches(const Args& a, i64 b, i64 panel) {
-  const i64 first = a.shift.at(b, 0);
+  const i64 first = shift_of(a, b);
   const Reach keys = reach_of(a, b, first, first + a.L - 1);
   return panel * PANEL < keys.hi && (panel + 1) * PANEL > keys.lo;
 }

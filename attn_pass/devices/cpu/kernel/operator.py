@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from attn_pass.devices.cpu.kernel.build import entry
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.slopes import captured_in
 from attn_pass.devices.cpu.kernel.source import ELEMENTS
 
 FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
@@ -289,6 +290,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
         for x in _tensors_of({name: optional.get(name)}):
             if x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
+    _check_sizes(query, key, value)
+    if any(int(n) >= len(optional.get("captured") or ()) for n in captured_in(optional.get("score") or "")):
+        raise ValueError("the score function reads a captured tensor that is not given")
     bounded = [name for name in (*NUMBERS, *BOUNDS) if optional.get(name) is not None]
     if optional.get("fill") is not None and bounded:
         raise ValueError(f"with a fill every key counts: there is no {', '.join(bounded)} beside it")
@@ -297,6 +301,23 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
         raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {optional.get('seed')}")
     if dropout and optional.get("fully_masked") == "mean":
         raise ValueError("with dropout a fully masked row is 'nan' or 'zero'; for the mean of what is left give a fill")
+
+
+def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Sizes that are known by now: the kernel goes through memory by them."""
+
+    def differ(one: Any, other: Any) -> bool:
+        return isinstance(one, int) and isinstance(other, int) and one != other
+
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        raise ValueError("query, key and value have the dimensions (batch, heads, length, head dim)")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    together = ((query, key, 0), (query, key, 3), (key, value, 0), (key, value, 1), (key, value, 2))
+    if any(differ(one.shape[dim], other.shape[dim]) for one, other, dim in together):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"query (B, H, L, D), key (B, HK, S, D) and value (B, HK, S, DV) do not go together: {shapes}")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (heads % kv_heads if kv_heads else heads):
+        raise ValueError(f"{heads} heads of the query are no multiple of {kv_heads} of the keys")
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:

@@ -112,12 +112,15 @@ def _neg(one: Term) -> Term:
 
 
 def _of_maximum(score: Term, n: int, gradient: Term) -> Term:
-    """All of it to the larger argument, half to each where both are equal; a number that stands second is a clamp's."""
+    """All of it to the larger argument, half to each where both are equal; all to what is clamped to the second one."""
     mine, other = score.args[n], score.args[1 - n]
     ahead, behind = Term("sub", (mine, other)), Term("sub", (other, mine))
-    if n == 0 and "number" in (other.name, other.args[0].name if other.name == "neg" else ""):
-        return Term("where", (behind, ZERO, gradient))
-    return Term("where", (ahead, gradient, Term("where", (behind, ZERO, _mul(gradient, HALF)))))
+    bound = score.args[1].args[0] if score.args[1].name == "neg" else score.args[1]
+    if bound.name in ("number", "captured"):
+        where_equal = ZERO if n else gradient
+    else:
+        where_equal = _mul(gradient, HALF)
+    return Term("where", (ahead, gradient, Term("where", (behind, ZERO, where_equal))))
 
 
 def _of_minimum(score: Term, n: int, gradient: Term) -> Term:

@@ -244,10 +244,13 @@ ATTN_INLINE Reach reach_of(const Args& a, i64 b, i64 first, i64 last) {
   return r;
 }
 
+// Where a batch entry's rows begin; as far as that can matter, so that bounds around it can be added.
+ATTN_INLINE i64 shift_of(const Args& a, i64 b) { return std::max<i64>(-UNBOUNDED / 2, std::min<i64>(UNBOUNDED / 2, a.shift.at(b, 0))); }
+
 ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
   Row r;
   r.b = b, r.h = h, r.i = i;
-  const i64 position = i + a.shift.at(b, 0);
+  const i64 position = i + shift_of(a, b);
   const Reach reach = reach_of(a, b, position, position);
   r.lo = reach.lo, r.hi = reach.hi;
   if (r.hi <= r.lo) r.lo = r.hi = 0;
@@ -387,7 +390,9 @@ ATTN_INLINE vec maximum(vec a, vec b) { return Isa::keep(Isa::above(a, a), a, Is
 ATTN_INLINE vec minimum(vec a, vec b) { return neg(maximum(neg(a), neg(b))); }
 ATTN_INLINE vec abs(vec a) { return maximum(a, neg(a)); }
 ATTN_INLINE vec where(vec condition, vec a, vec b) { return Isa::keep(Isa::above(condition, number(0.0f)), a, b); }
-ATTN_INLINE vec exp(vec a) { return exp2_of<5>(mul(a, number(LOG2E))); }
+ATTN_INLINE vec exp(vec a) {  // of infinity, too, which is no whole number
+  return exp2_of<5>(neg(Isa::max(number(-200.0f), mul(a, number(-LOG2E)))));
+}
 ATTN_INLINE vec sigmoid(vec a) { return div(number(1.0f), add(number(1.0f), exp(neg(a)))); }
 ATTN_INLINE vec tanh(vec a) {
   const vec e = exp(mul(minimum(maximum(a, number(-20.0f)), number(20.0f)), number(2.0f)));
