@@ -69,7 +69,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "rocm.md": {"rules": lambda: table(partial(named.rules_of, "rocm"))},
     "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
     "comparison.md": {
-        "peers": lambda: table(partial(measured.peers, "peers-cpu", "peers-cpu-onednn", "peers-cpu-onednn-gelu")),
+        "peers": lambda: table(partial(measured.peers, "peers-cpu")),
         "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),
         "breakdown": lambda: table(measured.breakdown),
         "variants": lambda: table(measured.variants),

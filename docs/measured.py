@@ -181,18 +181,12 @@ PEERS = (
 )
 
 
-def peers(*runs: str) -> Iterator[str]:
-    """Rows of the table of whole models beside other systems: one for each model; of the ways that were measured.
-
-    A model is that of the last run that has it.
-    """
+def peers(run: str) -> Iterator[str]:
+    """Rows of the table of whole models beside other systems: one for each model; of the ways that were measured."""
     by_program: dict[str, dict[str, str]] = {}
-    for run in runs:
-        of_run: dict[str, dict[str, str]] = {}
-        for row in json.loads((RESULTS / f"{run}.json").read_text())["tables"][0]["rows"]:
-            text = f"{row['median_us'] / 1e3:.0f}" if row["status"] == "ok" else "failed"
-            of_run.setdefault(row["program"], {})[row["way"]] = text
-        by_program |= of_run
+    for row in json.loads((RESULTS / f"{run}.json").read_text())["tables"][0]["rows"]:
+        text = f"{row['median_us'] / 1e3:.0f}" if row["status"] == "ok" else "failed"
+        by_program.setdefault(row["program"], {})[row["way"]] = text
     measured = [(title, way) for title, way in PEERS if any(way in ways for ways in by_program.values())]
     yield f"| model | {' | '.join(title for title, _ in measured)} |"
     yield "|---|" + "---|" * len(measured)
