@@ -20,7 +20,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, IndexValue, Load, apply, loads, walk
-from attn_pass.reading.constants import element_of
+from attn_pass.reading.constants import form_of
 from attn_pass.reading.creation import created
 from attn_pass.reading.graph_reader import GraphReader
 from attn_pass.reading.pointwise import POINTWISE, pointwise
@@ -86,6 +86,7 @@ class Reader(GraphReader):
         self._is_softmax = is_softmax
         self._used = Used()
         self._elements: dict[tuple[Node, Position, int, int | None], Expr] = {}
+        self._forms: dict[Node, Callable[[Position], Expr] | None] = {}  # of known tensors
         self._until: int | None = None
         self._instead: dict[Node, tuple[Node, ...]] = {}
 
@@ -180,10 +181,12 @@ class Reader(GraphReader):
             return literal
         if node in self.known and not self.effects.mutations(node):
             name, tensor = self.known[node]
-            found_value = element_of(tensor, position)
-            if found_value is not None:
+            if node not in self._forms:
+                self._forms[node] = form_of(tensor)
+            form = self._forms[node]
+            if form is not None:
                 self._used.known.append(name)
-                return found_value
+                return form(position)
         defined, call = self.definition(node, at)
         if call is None or depth >= 60 or tensor_value(node) is None:
             return self._leaf(node, position)

@@ -51,7 +51,10 @@ OF_FLEX: dict[str, Any] = {
         ({"batch": UNKNOWN}, {"batch": UNKNOWN, "unknown_heads": True}),
     ],
     "sizes": [({"kv_len": 1}, {"kv_len": 0}), ({"batch": 1}, {"batch": 0})],
-    "bounds": [(reading(ROW), reading(ROW - 1))],
+    "bounds": [
+        (reading(ROW), reading(ROW - 1)),
+        ({**reading(ROW), "read_shape": (8,)}, {**reading(ROW), "read_shape": (4,)}),
+    ],
     "sdpa_kernel": [({}, {"allowed_backends": ("MATH",)})],
     "numerics": [({**EMPTY_ROWS}, {**EMPTY_ROWS, **STRICT}), (STRICT, {**EMPTY_ROWS, **STRICT})],
     "rounding": [({}, JUMPING)],

@@ -48,6 +48,7 @@ DECODE = Table(
         "compute capability": [({"device": gpu(8, 0)}, {"device": gpu(7, 5)})],
         "package": [({}, without("triton"))],
         "gradient": [({}, {"grad": True})],
+        "gradient in an export": [({"program": "export"}, {"program": "export", "may_need_grad": True})],
         "dropout": [({}, {"dropout": 0.1})],
         "dtype": [({"dtype": FP16}, {"dtype": FP32})],
         "numerics": [({**MAY_BE_EMPTY, "never_empty": True}, MAY_BE_EMPTY), ({"numerics": "strict"}, MAY_BE_EMPTY)],

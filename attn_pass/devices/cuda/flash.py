@@ -94,9 +94,9 @@ class Flash(Kernel):
             moved=problem.moved_bytes,
         )
 
-    def _plan(self, a: Attention, setting: Setting) -> KernelPlan:
+    def kernel_plan(self, a: Attention, setting: Setting) -> KernelPlan:
         """FlashAttention-3 and -4 allocate their result, which torch takes to lie like the query."""
-        return replace(super()._plan(a, setting), dense_result=setting.device.flash in _NEWER)
+        return replace(super().kernel_plan(a, setting), dense_result=setting.device.flash in _NEWER)
 
     def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Torch's operator."""

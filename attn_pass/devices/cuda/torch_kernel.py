@@ -77,7 +77,7 @@ class Kernel(CudaKernel):
         """An offer at the kernel's cost, or the first reason why not."""
         if self.name not in setting.device.kernels:
             return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
-        decided = self._plan(attention, setting)
+        decided = self.kernel_plan(attention, setting)
         reason = self.refusal_of(attention, decided.kind, setting)
         if reason is not None:
             return Refusal(self.name, reason)
@@ -106,7 +106,7 @@ class Kernel(CudaKernel):
             moved=problem.moved_bytes,
         )
 
-    def _plan(self, a: Attention, setting: Setting) -> KernelPlan:
+    def kernel_plan(self, a: Attention, setting: Setting) -> KernelPlan:
         """A causal mask of unequal lengths is a window where that can be said."""
         form = mask_form(a, setting)
         flag = form.kind == "none" or (form.kind == "causal" and a.q_len == a.kv_len)

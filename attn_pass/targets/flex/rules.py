@@ -87,9 +87,8 @@ _IN_BOUNDS = Rule(
     "bounds",
     lambda c: "the score function would read before the start of a tensor, or beyond its end",
     lambda c: all(
-        is_nonnegative(i) and is_less(i, size)
+        all(map(is_nonnegative, e.index)) and all(map(is_less, e.index, c.attention.sources[e.source].shape))
         for e in c.function.loads()
-        for i, size in zip(e.index, c.attention.sources[e.source].shape)
     ),
 )
 _STRICT = Rule(
