@@ -14,6 +14,7 @@ from attn_pass.model.expression import Apply, Const, Expr, Load, apply, contains
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.patterns.softmax_forms import Softmax
 from attn_pass.patterns.weights import maximum_of
+from attn_pass.reading.masks import added_terms
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import UseDefWalk
@@ -95,18 +96,12 @@ def check_no_shift(score: Expr, keys: Axis, node: Node) -> None:
     if not isinstance(score, Apply) or not contains_dot(score):
         return
     for arg in score.args:
-        has_rows = not contains_dot(arg) and any(keys not in expression_axes(term) for term in _terms(arg))
+        has_rows = not contains_dot(arg) and any(keys not in expression_axes(term) for term in added_terms(arg))
         alone = not contains_dot(arg) and keys not in expression_axes(arg)
         changes = score.op not in ("add", "sub", "mul", "div", "where") and arg != Const(0)
         if (has_rows and score.op in ("add", "sub")) or (alone and changes):
             raise Unreadable("a term that is the same for all keys is added to scores that are joined by a sink", node)
         check_no_shift(arg, keys, node)
-
-
-def _terms(added: Expr) -> list[Expr]:
-    if isinstance(added, Apply) and added.op == "add":
-        return [term for arg in added.args for term in _terms(arg)]
-    return [added]
 
 
 def sink_positions(

@@ -72,7 +72,7 @@ def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
     condition: Expr = TRUE
     fill = float("-inf")
     rest = []
-    for term in _terms(bias):
+    for term in added_terms(bias):
         if keys not in expression_axes(term) and is_small(term, dtype):
             continue  # the same for every key: the softmax does not see it
         keep = _as_keep(term, dtype)
@@ -92,11 +92,12 @@ def _fills(bias: Expr | None, dtype: torch.dtype) -> tuple[float, ...] | None:
     return tuple(float(v.value) for _, v in values if v.value != 0)
 
 
-def _terms(bias: Expr | None) -> list[Expr]:
+def added_terms(bias: Expr | None) -> list[Expr]:
+    """What a sum is made of, each of which may be left out by itself."""
     if bias is None:
         return []
     if isinstance(bias, Apply) and bias.op == "add":
-        return [t for a in bias.args for t in _terms(a)]
+        return [t for a in bias.args for t in added_terms(a)]
     return [bias]
 
 
