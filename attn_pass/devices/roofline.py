@@ -72,7 +72,7 @@ def fused(device: Device, problem: Problem) -> float:
     """The fused kernel: operands once, no score matrix. It works on one (batch, head, row block) a thread."""
     work = 0.6 if problem.causal and problem.q_len > 1 else 1.0
     tasks = max(1, problem.batch * problem.heads * -(-problem.q_len // _row_block(problem.q_len)))
-    balance = min(1.0, tasks / device.cores)
+    balance = min(1.0, max(1, tasks) / device.cores)
     rate = device.fused(problem.dtype) * balance * _row_efficiency(problem.q_len)
     memory = traffic(device, problem.operand_bytes)
     if problem.q_len < 32:
@@ -117,7 +117,7 @@ def flex(device: Device, problem: Problem, share: float, *, as_written: bool = F
     each = _FLEX_NANOSECONDS + slower * (first + second) / _row_efficiency(problem.q_len)
     each += _FLEX_MASK_NANOSECONDS if problem.mask_elements else 0.0
     each *= _FLEX_AS_WRITTEN if as_written else 1.0
-    balance = min(device.cores, problem.batch * problem.heads * max(1, -(-problem.q_len // 64)))
+    balance = max(1, min(device.cores, problem.batch * problem.heads * -(-problem.q_len // 64)))
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     moved = problem.operand_bytes if as_written else 2 * problem.operand_bytes + 2 * problem.copied_bytes
     once = 0.0 if as_written else _FLEX_COMPILE_US

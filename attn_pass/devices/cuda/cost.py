@@ -36,7 +36,7 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
     """Microseconds a fused kernel of this shape takes; ``growing``: a length is not known when compiled."""
     blocks = -(-problem.q_len // shape.rows)
     tasks = problem.batch * problem.heads * blocks
-    balance = min(1.0, tasks / device.cores)
+    balance = min(1.0, max(1, tasks) / device.cores)
     one_row = problem.q_len == 1
     split = shape.splits_keys or (shape.splits_one_row and one_row)
     spread = 1.0 if split and problem.kv_len >= 512 else balance

@@ -18,7 +18,7 @@ def operator(device: Device, name: str, problem: Problem) -> float:
     """Microseconds of one call, its mask included; what is expanded before it is among the copied bytes."""
     blocks = -(-problem.q_len // _ROWS)
     tasks = problem.batch * problem.heads * blocks
-    balance = min(1.0, tasks / device.cores)
+    balance = min(1.0, max(1, tasks) / device.cores)
     spread = 1.0 if name == INFERENCE and problem.q_len == 1 and problem.kv_len >= 512 else balance
     work = 0.55 if problem.causal and problem.q_len > 1 else 1.0
     scores = problem.batch * problem.heads * max(problem.q_len, 16) * problem.kv_len * work  # products of 16 rows
