@@ -108,9 +108,9 @@ def interleaved(
     is left out from then on, with its error in ``failed``, where that is given.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    names = list(samplers)
-    for number in range(rounds):
-        for name in random.Random(number).sample(names, len(names)):
+    names, order = list(samplers), random.Random()  # by the system's noise: no program has the orders of another
+    for _ in range(rounds):
+        for name in order.sample(names, len(names)):
             if failed is None:
                 samples[name].append(samplers[name]())
             elif name not in failed:

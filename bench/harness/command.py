@@ -13,11 +13,12 @@ import torch
 import typer
 from rich.console import Console
 
+from attn_pass.report.units import counted
 from bench.harness import baseline as baselines
 from bench.harness import document
 from bench.harness.console import plain_console, show, show_table, teller
 from bench.harness.document import Document
-from bench.harness.environment import command, device_name, versions
+from bench.harness.environment import command, commit, device_name, versions
 from bench.harness.floors import Rates, rates
 from bench.harness.programs import Setting
 
@@ -27,6 +28,7 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write to this file, a
 Against = Annotated[Path | None, typer.Option("--against", help="Compare with an earlier run.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run a few of them, with fewer rounds.")]
 Only = Annotated[str, typer.Option(help="Run only programs whose name contains this, or one of several: A|B.")]
+Add = Annotated[bool, typer.Option("--add", help="Keep what the file of --json has of other programs.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=1, help="Number of torch threads.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples per variant.")]
@@ -58,9 +60,16 @@ def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu"
 
 
 def measured_tables(
-    title: str, tables: Tables, setting: Setting, json_file: Path | None, baseline: Path | None
+    title: str,
+    tables: Tables,
+    setting: Setting,
+    json_file: Path | None,
+    baseline: Path | None,
+    add: bool = False,
 ) -> None:
     """Measures this device's rates and the tables, keeping what there is, and compares it with another run.
+
+    With ``add``, what the file has of other programs stays in it; every row says which run it is of.
 
     Raises:
         typer.BadParameter: the run to compare with cannot be read.
@@ -70,15 +79,22 @@ def measured_tables(
         before = None if baseline is None else document.read(baseline)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--against") from error
+    try:
+        kept = document.read(json_file).tables if add and json_file is not None and json_file.exists() else []
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--add") from error
     console = plain_console()
     rounds = f"{setting.rounds} in turns, a fresh process a program"
     quick = "cut sizes and fewer rounds" if setting.quick else None
     made = started(title, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
     rate = rates(setting.device)
     made.run["rates"] = asdict(rate)
+    run_of = f"{commit() or 'no commit'} of {made.run['date']}, {counted(setting.rounds, 'round')}"
     for table in tables(setting, rate, teller(console)):
-        if all(table is not other for other in made.tables):
-            made.tables.append(table)
+        for row in table.rows:
+            row.setdefault("of", run_of)
+        now = {table.title: document.joined(next((t for t in kept if t.title == table.title), None), table)}
+        made.tables = list({**{t.title: t for t in made.tables}, **now}.values())
         if json_file is not None:
             made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
     finish(console, made, json_file, before)

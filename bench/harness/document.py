@@ -109,6 +109,30 @@ class Document:
         return asdict(self)
 
 
+def joined(before: Table | None, now: Table) -> Table:
+    """What was measured now, in the place of the same programs of an earlier run of the table, with notes on each."""
+    by_program: dict[str, list[Row]] = {}
+    for rows in ([] if before is None else before.rows, now.rows):
+        measured = {row.get("program", "") for row in rows}
+        by_program |= {program: [row for row in rows if row.get("program", "") == program] for program in measured}
+    order = dict.fromkeys(row.get("program", "") for row in [*(before.rows if before else []), *now.rows])
+    rows = [row for program in order for row in by_program[program]]
+    return Table(now.title, now.columns, rows, [*now.notes, *_runs(rows)], now.name)
+
+
+def _runs(rows: Sequence[Row]) -> list[str]:
+    """Which run each program is of, if there were several, and beside what it was measured."""
+    runs: dict[str, dict[str, None]] = {}
+    busy: dict[str, str] = {}
+    for row in rows:
+        runs.setdefault(row.get("of", "an earlier run"), {})[row.get("program", "")] = None
+        if row.get("busy"):
+            busy[row.get("program", "")] = row["busy"]
+    told = "; ".join(f"{run}: {', '.join(programs)}" for run, programs in runs.items())
+    notes = [f"Of several runs, by commit. {told}."] if len(runs) > 1 else []
+    return notes + [f"{program}: {why} (before or after its rounds)." for program, why in busy.items()]
+
+
 def read(path: Path) -> Document:
     """A document that was written.
 
@@ -158,6 +182,8 @@ STANDARD: tuple[Column, ...] = (
 LEGEND = (
     "Speedup: stock's median time over the variant's; packages are compared with the stock package. Noise: how far "
     "stock is from itself in this run (A/A); a speedup within the noise counts as the same. Of roofline: the least "
-    "time that the measured rates allow, as a share of the time taken. Error: the largest difference from float64, "
-    "relative to the largest value. Peak: the memory that one call adds."
+    "time that the rates measured beside the program allow, for all of its products, those that a mask hides included, "
+    "or for reading its inputs and weights, as a share of the time taken. Error: the largest difference from float64, "
+    "relative to the largest value. Peak: the memory that one call adds, the least of two; ONNX Runtime and OpenVINO "
+    "keep theirs, and have none."
 )

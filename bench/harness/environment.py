@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
@@ -38,7 +39,21 @@ def device_name(device: str) -> str:
 
 def versions() -> dict[str, str]:
     ours = installed("attn-pass").get("attn-pass", "not installed")
-    return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": ours}
+    of = commit()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "attn_pass": f"{ours} ({of})" if of else ours,
+    }
+
+
+def commit() -> str:
+    """The commit that this runs from, with a plus sign where files were changed since; "" outside a checkout."""
+    with suppress(OSError, subprocess.CalledProcessError):
+        asked = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+        said = subprocess.run(asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return said.stdout.strip()
+    return ""
 
 
 def installed(*packages: str) -> dict[str, str]:

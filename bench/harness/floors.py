@@ -1,7 +1,8 @@
 """The least time a program can take: its products at the rate of a large product, its tensors at the rate of a copy.
 
-Both rates are measured in the same run. FLOPs are counted by `torch.utils.flop_counter` on the eager program and cut
-to the share of the scores its masks keep; bytes are those of inputs and outputs, once, as they lie in memory.
+Both rates are measured in the same run, by the fastest library for products, before and after each program. FLOPs are
+counted by `torch.utils.flop_counter` on the eager program, and cut to the share of the scores its masks keep where the
+program says that share; bytes are those of inputs, results and weights, once, as they lie in memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from attn_pass.measuring.timing import in_turns, percentile_10
 
 aten = torch.ops.aten
+_linear = torch.ops.mkldnn._linear_pointwise
+_ONEDNN = ", oneDNN"
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,22 @@ class Rates:
     def _computing(self, flops: float, dtype: str) -> float:
         return flops / self.gflops.get(dtype, self.gflops["float32"])
 
+    def fastest(self, other: Rates) -> Rates:
+        """Of each rate the higher one."""
+        return Rates(
+            {n: max(rate, other.gflops.get(n, 0.0)) for n, rate in self.gflops.items()}, max(self.gbs, other.gbs)
+        )
+
 
 # float16 has no fast product on CPUs.
 DTYPES = {True: (torch.float32, torch.bfloat16), False: (torch.float32, torch.bfloat16, torch.float16)}
 
 
-def rates(device: str) -> Rates:
-    """Measured now, with as many threads as torch uses."""
+def rates(device: str, rounds: int = 7) -> Rates:
+    """Measured now, with as many threads as torch uses.
+
+    On CPUs by whichever library is faster: in float32 torch multiplies with MKL, and oneDNN does better on AMD's.
+    """
     on_cpu = not device.startswith("cuda")
     side, elements = (2048, 1 << 25) if on_cpu else (8192, 1 << 29)
     source = torch.randn(elements, device=device)
@@ -52,9 +64,13 @@ def rates(device: str) -> Rates:
     for dtype in DTYPES[on_cpu]:
         a = torch.randn(side, side, device=device, dtype=dtype)
         runs[name_of(dtype)] = lambda _, a=a: a @ a
-    taken = {name: percentile_10(readings) for name, readings in in_turns(runs, (source,), 7, seconds=0.05).items()}
+        if on_cpu and torch.backends.mkldnn.is_available():
+            runs[f"{name_of(dtype)}{_ONEDNN}"] = lambda _, a=a: _linear(a, a, None, "none", [], "")
+    readings = in_turns(runs, (source,), rounds, seconds=0.05)
+    taken = {name: percentile_10(samples) for name, samples in readings.items()}
     copied = taken.pop("copy")
-    return Rates({n: 2 * side**3 / us / 1e3 for n, us in taken.items()}, 2 * source.nbytes / copied / 1e3)
+    products = {n: min(us, taken.get(f"{n}{_ONEDNN}", us)) for n, us in taken.items() if not n.endswith(_ONEDNN)}
+    return Rates({n: 2 * side**3 / us / 1e3 for n, us in products.items()}, 2 * source.nbytes / copied / 1e3)
 
 
 def name_of(dtype: torch.dtype) -> str:

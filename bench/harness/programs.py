@@ -90,12 +90,15 @@ def of_function(
 
 def step(run: Callable[..., Any]) -> Callable[..., Any]:
     """The gradients of the inputs that want one, for one and the same gradient of the result."""
+    seeds: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def stepped(*inputs: torch.Tensor) -> Tensors:
         with torch.enable_grad():
             out = run(*inputs)
-        seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-        return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], seed)
+        of = out.shape, out.dtype
+        if of not in seeds:  # drawn once: a call is the step alone
+            seeds[of] = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], seeds[of])
 
     return stepped
 

@@ -47,8 +47,9 @@ AGAIN: Mapping[str, str] = {
 def base_of(way: str, ways: Collection[str]) -> str:
     """What one of these ways is compared with: stock with the same settings, of the same system, or torch.compile."""
     system = way.partition(",")[0]
-    if way in (STOCK_FROZEN_AGAIN, PASS_FROZEN, *PACKAGED_FROZEN[1:]) and f"{system}, stock, frozen" in ways:
-        return f"{system}, stock, frozen"
+    base = f"{system}, stock, frozen"
+    if way != base and base in ways and way.endswith((", frozen", ", frozen (A/A)")):
+        return base
     return f"{system}, stock" if f"{system}, stock" in ways else STOCK
 
 

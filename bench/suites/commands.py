@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from bench.harness import variants as w
-from bench.harness.command import Against, Device, Json, Only, Quick, Rounds, Threads, measured_tables, named
+from bench.harness.command import Add, Against, Device, Json, Only, Quick, Rounds, Threads, measured_tables, named
 from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
@@ -46,6 +46,7 @@ def _command(
         baseline: Against = None,
         quick: Quick = False,
         only: Only = "",
+        add: Add = False,
         device: Device = "cpu",
         threads: Threads = 2,
         rounds: Rounds = times,
@@ -53,7 +54,7 @@ def _command(
     ) -> None:
         rounds = min(rounds, 5) if quick else rounds
         setting = Setting(device, threads, rounds, quick=quick, folder=str(folder.resolve()))
-        measured_tables(module.TITLE, partial(_tables, module, chosen, only), setting, json_file, baseline)
+        measured_tables(module.TITLE, partial(_tables, module, chosen, only), setting, json_file, baseline, add)
 
     measure.__doc__ = about
     return measure

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.harness import variants as w
-from bench.harness.command import Against, Json, Only, Quick, Rounds, Threads, measured_tables, named
+from bench.harness.command import Add, Against, Json, Only, Quick, Rounds, Threads, measured_tables, named
 from bench.harness.document import LEGEND, STANDARD, Column, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
@@ -412,6 +412,7 @@ def main(
     baseline: Against = None,
     quick: Quick = False,
     only: Only = "",
+    add: Add = False,
     threads: Threads = 2,
     rounds: Rounds = 5,
     layers: Layers = LAYERS,
@@ -419,4 +420,4 @@ def main(
     """Whole models on batches with padding: stock, frozen, the pass, packing by hand, other runtimes."""
     setting = Setting("cpu", threads, min(rounds, 3) if quick else rounds, quick=quick, layers=layers)
     of_all = f"{TITLE}, {layers} of {LAYERS} layers" if layers != LAYERS and not quick else TITLE
-    measured_tables(of_all, partial(_tables, only), setting, json_file, baseline)
+    measured_tables(of_all, partial(_tables, only), setting, json_file, baseline, add)
