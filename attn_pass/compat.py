@@ -33,6 +33,10 @@ ADDS_A_BATCH: bool = TORCH_VERSION >= (2, 14)
 PACKS_ANY_ROWS: bool = TORCH_VERSION >= (2, 13)
 """Whether ``freezing`` packs linear layers whose number of rows is known at run time only; 2.11 raises an error."""
 
+GRADIENT_AT_BOUND: tuple[float, float] = (0.0, 0.5) if TORCH_VERSION >= (2, 15) else (1.0, 1.0)
+"""The share of the gradient that ``clamp`` passes on where a value equals its bound, a number or a tensor (2.14 was not
+read)."""
+
 INDUCTOR_MINIMUM: tuple[int, int] = (2, 11)
 """The oldest torch whose Inductor the entries `backend`, `install`, `enabled` and `aot_compile` are written for."""
 
@@ -208,3 +212,16 @@ def sizes_at_run_time(shape_env: Any) -> Iterator[None]:
         shape_env.settings = dataclasses.replace(shape_env.settings, allow_dynamic_output_shape_ops=True)
     with shape_env.ignore_fresh_unbacked_symbols():
         yield
+
+
+def changed_settings() -> dict[str, Any]:
+    """Inductor's settings that are not its defaults in this thread, those that JSON can hold.
+
+    Without CUDA graphs: they take the same of every form, and hold memory.
+    """
+    from torch._inductor import config
+
+    inductor: Any = config
+    plain = (bool, int, float, str)
+    settings = {name: value for name, value in inductor.get_config_copy().items() if isinstance(value, plain)}
+    return {n: value for n, value in settings.items() if "cudagraph" not in n and not inductor._is_default(n)}

@@ -31,6 +31,7 @@ class Run:
 
     file: str
     about: str
+    table: str = ""  # the one that counts; all where it is empty
 
 
 RUNS = (
@@ -41,10 +42,10 @@ RUNS = (
     Run("cases-cpu", "collected cases that must be fast, before the CPU kernel"),
     Run("peers-cpu", "whole models in float32, frozen or not, as packages too, and in other systems"),
     Run("peers-cpu-bf16", "the same in bfloat16"),
-    Run("models-cpu-bf16", "fifteen whole models in bfloat16, with and without freezing"),
+    Run("models-cpu-bf16", "fifteen whole models in bfloat16, frozen or not, before linear layers went to oneDNN"),
     Run("models-cpu-autocast", "nine whole models under autocast, frozen or not, and as packages"),
     Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
-    Run("decode-cpu", "decoding over a static cache"),
+    Run("decode-cpu", "steps of decoding over a static cache", "Steps"),
     Run("padding-cpu", "batches with padding, one layer of twelve"),
     Run("padding-cpu-bf16", "the same in bfloat16"),
 )
@@ -57,7 +58,7 @@ OTHERS = (
     ("never-slower-zen4.md", "the same on an AMD EPYC with AVX-512 (Zen 4)"),
     ("never-slower-two-threads.md", "the same with two threads"),
     ("never-slower-tuned.md", "every fifth shape with `tune=True`, before the CPU kernel"),
-    ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
+    ("dynamic-query.md", "packages with a dynamic query length: one form for any number, before the CPU kernel"),
     ("kernel-cpu-zen4.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("kernel-cpu-zen4-edges.md", "four of its masks, since the kernel has steps within a panel"),
     ("kernel-cpu.md", "the same on an Intel processor without AMX"),
@@ -78,16 +79,16 @@ OTHERS = (
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
     ("runtimes-cpu.md", "six whole models in ONNX Runtime and OpenVINO, as exported and after the pass"),
     ("cases.md", "collected bugs and requests: which are solved"),
-    ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
+    ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns, before the CPU kernel"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),
     ("others.md", "programs that look like attention, as stock Inductor compiles them: what is wrong elsewhere"),
     ("others-onnxruntime.md", "the same with ONNX Runtime, and collected cases"),
     ("others-openvino.md", "the same with OpenVINO"),
     ("third-party.md", "small models of published packages: rewritten sites, differences from eager"),
     ("versions.md", "the core tests with other versions of torch"),
-    ("verify-time.md", 'the time of `verify="graph"`'),
-    ("compile-time.md", "the pass's share of a cold compile"),
-    ("pass-time.md", "the pass alone, over the depth of a model"),
+    ("verify-time.md", 'the time of `verify="graph"`, before the CPU kernel'),
+    ("compile-time.md", "the pass's share of a cold compile, before the CPU kernel"),
+    ("pass-time.md", "the pass alone, over the depth of a model, before regions, projections and linear layers"),
     ("cpu-constants.md", "the rates of the cost model, measured"),
 )
 
@@ -114,10 +115,11 @@ def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
         made += [
-            ("speed-up", "Field report S5: speedup over the sequence length"),
-            ("memory", "Field report S5: memory of one call"),
+            ("speed-up", "Field report S5, before the CPU kernel: speedup over the sequence length"),
+            ("memory", "Field report S5, before the CPU kernel: memory of one call"),
         ]
-    measured = [documents[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in documents]
+    roofs = [documents[name] for name in ("variants-cpu", "seeds-cpu", "forms-cpu") if name in documents]
+    measured = [each for each in roofs if each.run.get("device") == roofs[0].run.get("device")]  # under one roof
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
         made.append(
@@ -142,10 +144,11 @@ def badges(folder: Path, documents: dict[str, Document]) -> dict[str, str]:
     made = {}
     for name, run, label in (
         ("badge-speedup", "variants-cpu", "masks by hand, median speedup over stock"),
-        ("badge-decoding", "decode-cpu", "decoding over a static cache, median speedup"),
+        ("badge-decoding", "decode-cpu", "a step of decoding, median speedup over stock"),
     ):
         if run in documents:
-            made[name] = badge(label, f"{summary(documents[run])['middle']:.2f}x")
+            (table,) = (each.table for each in RUNS if each.file == run)
+            made[name] = badge(label, f"{summary(documents[run], table)['middle']:.2f}x")
     rows = [row for _, _, rows in readme.grids(folder) for row in rows]
     if rows:
         slower = sum(row.get("verdict") == "slower" for row in rows)
@@ -154,10 +157,17 @@ def badges(folder: Path, documents: dict[str, Document]) -> dict[str, str]:
     return made
 
 
-def summary(document: Document) -> dict[str, Any]:
-    """Over the rows of the pass: how many, speedup over stock (median, least, most), verdicts; and all that failed."""
-    rows = [row for table in document.tables for row in table.rows if row.get("way") in (w.PASS, w.PACKAGE_PASS)]
-    rows = [row for row in rows if "over_stock" in row]
+_OURS = (w.PASS, w.PASS_FROZEN, w.PACKAGE_PASS, w.PACKAGE_PASS_FROZEN)
+
+
+def summary(document: Document, title: str = "") -> dict[str, Any]:
+    """Over the rows of the pass: how many, speedup over stock (median, least, most), verdicts, and how many failed.
+
+    With a ``title`` of that table alone.
+    """
+    tables = [table for table in document.tables if title in ("", table.title)]
+    ours = [row for table in tables for row in table.rows if row.get("way") in _OURS]
+    rows = [row for row in ours if "over_stock" in row]
     ratios = [row["over_stock"] for row in rows]
     verdicts = [row["verdict"] for row in rows]
     return {
@@ -166,7 +176,7 @@ def summary(document: Document) -> dict[str, Any]:
         "least": min(ratios, default=math.nan),
         "most": max(ratios, default=math.nan),
         **{name: verdicts.count(name) for name in ("faster", "same", "slower", "WRONG")},
-        "failed": sum(len(table.failures()) for table in document.tables),
+        "failed": sum(row.get("status", "ok") != "ok" for row in ours),
     }
 
 
@@ -187,7 +197,7 @@ def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str,
     for run in RUNS:
         if run.file not in documents:
             continue
-        summarised = summary(documents[run.file])
+        summarised = summary(documents[run.file], run.table)
         ratios = [f"{summarised[name]:.2f}" for name in ("middle", "least", "most")]
         counts = [str(summarised[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
         rows.append([f"[{run.about}]({run.file}.md)", str(summarised["rows"]), *ratios, *counts])
@@ -259,7 +269,7 @@ def _slower(documents: dict[str, Document]) -> Iterator[str]:
     for run in RUNS:
         for table in documents[run.file].tables if run.file in documents else []:
             for row in table.rows:
-                if row.get("way") in (w.PASS, w.PACKAGE_PASS) and row.get("verdict") == "slower":
+                if row.get("way") in _OURS and row.get("verdict") == "slower":
                     which = f"{run.about}: {row['program']}, {row['way']}"
                     yield f"- {which}: {row['over_stock']:.2f} (noise {row['noise']:.0%})"
 

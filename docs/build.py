@@ -70,6 +70,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
     "comparison.md": {
         "peers": lambda: table(partial(measured.peers, "peers-cpu")),
+        "beside": lambda: table(partial(measured.beside, "peers-cpu")),
+        "beside-bf16": lambda: table(partial(measured.beside, "peers-cpu-bf16")),
         "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),
         "breakdown": lambda: table(measured.breakdown),
         "variants": lambda: table(measured.variants),

@@ -29,7 +29,8 @@ class Package:
 
 _ANYWHERE = (
     Package("depyf", "readable bytecode and Inductor output", "pip install depyf"),
-    Package("jinja2", "reports as HTML", "pip install jinja2"),
+    Package("pydot", "drawings of graphs", "pip install pydot"),
+    Package("ai-edge-model-explorer", "graphs in Model Explorer", "pip install ai-edge-model-explorer"),
 )
 
 

@@ -1,4 +1,4 @@
-"""How a command ends on invalid input: one sentence on stderr, exit status 2, and the traceback where that is asked."""
+"""How a command ends on invalid input: one sentence on stderr, exit status 2, and the traceback on request."""
 
 from __future__ import annotations
 

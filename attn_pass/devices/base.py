@@ -195,6 +195,13 @@ class Family:
         """The call that was measured to be faster for a linear layer than torch's; None for none."""
         return None
 
+    def new_rows_us(self, layer: LinearLayer, *, chooses: bool) -> float:
+        """Microseconds that a product takes once more for every number of rows that it has not had before.
+
+        ``chooses`` says that `faster_linear` decides what multiplies the layer.
+        """
+        return 0.0
+
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Last edits of a rewritten graph that Inductor compiles, to what its calls read; whether there were any."""
         return False

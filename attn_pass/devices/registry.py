@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -12,6 +14,7 @@ import torch
 from attn_pass.devices.base import Family
 from attn_pass.devices.catalog import without_maker
 from attn_pass.devices.device import Device
+from attn_pass.errors import AttnPassWarning, cause_of
 from attn_pass.graph.writes import only_read
 
 GROUP = "attn_pass.devices"
@@ -29,9 +32,23 @@ _NONE = Family()
 def families() -> tuple[Family, ...]:
     """Every family: the built-in ones, then those of installed packages."""
     built_in = (import_module(name).FAMILY for name in _BUILT_IN)
-    every = (*built_in, *(entry.load()() for entry in entry_points(group=GROUP)))
+    every = (*built_in, *installed_in(GROUP))
     only_read(name for family in every for name in family.reading_functions)
     return every
+
+
+def installed_in(group: str) -> Iterator[Any]:
+    """What installed packages register in a group of entry points; one that fails is left out, with a warning."""
+    for entry in entry_points(group=group):
+        try:
+            yield entry.load()()
+        except Exception as error:
+            warnings.warn(
+                f"attn_pass: {entry.name!r}, which an installed package registers in {group!r}, is left out: it could "
+                f"not be loaded ({cause_of(error)})",
+                AttnPassWarning,
+                stacklevel=2,
+            )
 
 
 def decomposed_calls() -> dict[Any, tuple[str, ...]]:

@@ -45,7 +45,8 @@ def aot_compile(
 
     The arguments are checked before the compile, which takes long. The package stores the report
     (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten program, it
-    is decided once more without the target that failed. If that fails too, the original is compiled and every site is
+    is decided again: first without packed rows, joined projections and other calls for linear layers, if there are any,
+    then without the target that failed. If that fails too, the original is compiled and every site is
     reported as left. One warning names the first site.
 
     The loaded package lists the same constants as a stock package (``get_constant_fqns()``) and accepts new values for

@@ -23,6 +23,7 @@ from attn_pass.planner.overrides import named_options
 from attn_pass.report.record import Report
 
 Backend = Callable[..., Callable[..., Any]]
+_NOT_BY_DEFAULT = frozenset(("tune", "numerics"))  # a mode sets the first, and Inductor has one of the other's name
 
 
 def backend(
@@ -99,7 +100,7 @@ class Wrapped:
             own_options = {
                 name: value
                 for name, value in asdict(self.options).items()
-                if name != "tune" or name in self.explicit_options
+                if name not in _NOT_BY_DEFAULT or name in self.explicit_options
             }
             given = {underscored(name): value for name, value in (kwargs.pop("options", None) or {}).items()}
             merged = {**own_options, **given}
@@ -126,7 +127,7 @@ class Wrapped:
         return hash((self.__name__, self.options))
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.inner, self.options, "tune" in self.explicit_options
+        return self.inner, self.options, self.explicit_options & _NOT_BY_DEFAULT
 
     def __repr__(self) -> str:
         return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"

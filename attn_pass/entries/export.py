@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from attn_pass.entries.known import LITERAL
 from attn_pass.entries.mistakes import hint
 from attn_pass.entries.retry import leave_all
 from attn_pass.entries.transaction import Decision, decide
@@ -139,14 +139,9 @@ def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
     Not the attributes of modules, which have names of their own: someone may want to load other values for those.
     """
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    literals = {name: target for name, target in lifted.items() if _LITERAL.fullmatch(target.rpartition(".")[2])}
+    literals = {name: target for name, target in lifted.items() if LITERAL.fullmatch(target.rpartition(".")[2])}
     values = {name: program.constants.get(target) for name, target in literals.items()}
     return {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1 and not v.is_meta}
-
-
-_LITERAL = re.compile(
-    r"lifted_tensor_\d+"
-)  # torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)
 
 
 def _output_names(gm: GraphModule) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -17,8 +18,6 @@ from attn_pass.entries.snapshot import Snapshot
 from attn_pass.errors import AttnPassWarning, cause_of
 from attn_pass.options import Options
 from attn_pass.report.record import Report
-
-_ASKED_FOR = ("freezing", "max_autotune", "max_autotune_gemm")
 
 
 def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
@@ -35,6 +34,7 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
         from attn_pass.entries.timeline import SLOT, ranges
 
         patches[SLOT] = ranges(patches.get(SLOT, getattr(config, SLOT)))
+        patches["fx_graph_cache"] = False  # as from torch 2.13 on: the code holds names of files and lines
     return patches
 
 
@@ -53,10 +53,11 @@ def folds_constants() -> bool:
 
 @contextmanager
 def as_compiled(patches: Mapping[str, Any]) -> Iterator[None]:
-    """Lets decisions see the settings, of those that they ask Inductor for, that a graph will be compiled with."""
+    """Lets decisions see the settings that a graph will be compiled with; sites are compiled with them, too."""
     from torch._inductor import config
 
-    with config.patch({name: patches[name] for name in _ASKED_FOR if name in patches}):
+    settings = {name: value for name, value in patches.items() if isinstance(value, (bool, int, float, str, NoneType))}
+    with config.patch(settings):
         yield
 
 
@@ -68,12 +69,17 @@ def compile_with_inductor(
     return compile_under(inductor_patches(options, {}, None), gm, example_inputs, report_of_rewritten)
 
 
-def compiled_site(options: Options, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """A rewritten site alone, compiled as the graph it is part of will be; to verify what is generated for it."""
+def compiled_site(
+    options: Options, module: GraphModule, inputs: Sequence[torch.Tensor], target: str
+) -> Callable[..., Any]:
+    """A site alone, rewritten as this target, compiled as its graph will be; to verify what is generated for it."""
     from torch._inductor import config
 
+    patches = inductor_patches(options, {}, None)
+    for kind in {x.device.type for x in inputs}:
+        patches.update(of_type(kind).inductor_patches(target))
     with config.patch(fx_graph_cache=False):
-        return compile_with_inductor(module, inputs, options, Report())
+        return compile_under(patches, module, inputs, Report())
 
 
 def compile_under(
@@ -82,7 +88,8 @@ def compile_under(
     """Compile with Inductor under these patches, which then hold for the backward that is compiled later, too."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    before_inductor()
+    with nullcontext() if report is not None else suppress(Exception):  # a graph as it was needs none of ours
+        before_inductor()
     inner = compile_fx_inner if report is None else _with_eager_backward(compile_fx_inner, report)
     if report is not None:
         patches = patches | patches_for(report)

@@ -28,8 +28,8 @@ def warn_other_device(report: Report, options: Options, what: str = "graph", sta
     if others:
         warnings.warn(
             f"attn_pass decided for {options.device!r}, as the option `device` says, but this {what}'s tensors are on "
-            f"{' and '.join(others)}: what suits one may be slow on the other, or fail. Leave `device` out if it runs "
-            "where it is; with attn_pass.explain it shows what another device would get",
+            f"{' and '.join(others)}: a choice for one may be slow on the other, or fail. Leave `device` out to decide "
+            "for the tensors' device; attn_pass.explain shows what another device would get",
             AttnPassWarning,
             stacklevel=stacklevel,
         )

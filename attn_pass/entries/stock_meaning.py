@@ -1,4 +1,4 @@
-"""Whether the fused call that Inductor's patterns make of a part computes what the part is written to compute.
+"""Whether the fused call that Inductor's patterns emit for a part of a program computes the same as the part.
 
 The patterns ignore literals, so that a match proves nothing. Both graphs are therefore read as a program's own are, and
 compared as functions of the same inputs.
@@ -50,7 +50,7 @@ class Forward:
 
     def sites(self) -> Iterator[Site]:
         """What is read as attention in it, the first result being its own up to views."""
-        run = Run(Options(), Report(), "compile", Sizes(), DropoutSites(self.gm.graph))
+        run = Run(Options(choose="cheapest"), Report(), "compile", Sizes(), DropoutSites(self.gm.graph))
         reader = GraphContext(run, self.gm, Surroundings(Region())).reader
         shown = set(_backwards(self.gm.graph.output_node().args[0]))
         for find in (functools.partial(calls.find, kernels=decomposed_calls()), softmax.find):

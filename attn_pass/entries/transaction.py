@@ -120,7 +120,7 @@ def decide(
             gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     report.graph_breaks = break_after(gm)
-    gm.meta[DECIDED] = True
+    _mark_decided(gm)
     if changed:
         torch_logging.trace_graph("after", gm)
     return Decision(report, changed, original, emissions)
@@ -172,12 +172,17 @@ def compile_rewritten(
             again = functools.partial(decide, gm, options, "compile", runner, known)
             decision = next_decision(decision, failures, again)
     if compiled is None:
-        gm.meta[DECIDED] = True
+        _mark_decided(gm)
         compiled = compile_graph(gm, example_inputs, None)
     if failures:
         warn_failed(decision.report, failures)
     publish(decision.report)
     return compiled
+
+
+def _mark_decided(gm: GraphModule) -> None:
+    """Not in place: with DistributedDataParallel all parts of a split graph have one dict."""
+    gm.meta = {**gm.meta, DECIDED: True}
 
 
 def failed(error: Exception, decision: Decision, options: Options) -> Failure:

@@ -1,4 +1,4 @@
-"""A model without what torch.compile has made of it: what is explained, checked and measured is the code as written."""
+"""The code as written of a model that is compiled already: this is what is explained, checked and measured."""
 
 from __future__ import annotations
 

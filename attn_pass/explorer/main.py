@@ -1,7 +1,7 @@
 """The adapter that Model Explorer loads: an exported program before and after the pass, its attention in colour.
 
-Needs Model Explorer: ``pip install 'attn-pass[explorer]'``. Without it, ``attn-pass explain --graph OUT.json`` writes a
-file that any Model Explorer opens.
+Needs Model Explorer: ``pip install ai-edge-model-explorer``. Without it, ``attn-pass explain --graph OUT.json`` writes
+a file that any Model Explorer opens.
 """
 
 from __future__ import annotations

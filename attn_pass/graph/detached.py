@@ -20,6 +20,7 @@ def restore_gradients(graph: Graph, regions: Regions) -> set[Node]:
     for node in [n for n in graph.nodes if n in detached]:
         value = tensor_value(node)
         computed = node.op in ("call_function", "call_method") and regions.of(node).grad_enabled is not False
-        if value is not None and computed and any(map(wants_gradient, node.all_input_nodes)):
+        may = value is not None and (value.is_floating_point() or value.is_complex())
+        if value is not None and may and computed and any(map(wants_gradient, node.all_input_nodes)):
             value.requires_grad_()
     return detached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch.fx import Node
@@ -36,10 +37,21 @@ def may_draw(node: Node) -> bool:
     name = name.rpartition("::")[2]
     if name in RANDOM or (name.endswith("_") and name[:-1] in _DRAWN_IN_PLACE):
         return True
+    if "attention" in name:
+        p = _argument(node, _place_of_dropout(name, schema), ("dropout_p",))
+        return p is not None and p != 0
     if "dropout" not in name:
         return False
     p, training = (_argument(node, n, names) for n, names in ((1, ("p",)), (2, ("training", "train"))))
     return p != 0 and training is not False
+
+
+def _place_of_dropout(name: str, schema: Any) -> int:
+    """The number of an attention's argument ``dropout_p``; of none that there is where only its name can tell."""
+    if schema is None:
+        return 4 if name == "scaled_dot_product_attention" else sys.maxsize
+    names = [argument.name for argument in schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else sys.maxsize
 
 
 def _argument(node: Node, position: int, names: tuple[str, ...]) -> Any:

@@ -239,7 +239,7 @@ class _Reader:
         )
         return gm.forward
 
-    def _compile(self, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def _compile(self, module: GraphModule, inputs: Sequence[torch.Tensor], target: str) -> Callable[..., Any]:
         """A site alone, by torch.compile, as a user's program would be."""
         function = compiled(module.forward, backend=self.backend)
 
@@ -308,7 +308,7 @@ def judged(
     """
     error, known = relative_error(results, reference), relative_error(eager, reference)
     if not math.isfinite(known):
-        return "not run", None, "eager's own result is no finite number where float64's is: nothing can be compared"
+        return "not run", None, "eager's own result is not finite where float64's is, so nothing can be compared"
     roundings = 1.0 if against == "float64" else _TIMES_KNOWN  # eager's own are in what it is compared with
     allowed = max(_TIMES_KNOWN * known, *(roundings * rounding(t.dtype) for t in eager), 0.0)
     if error <= allowed:

@@ -1,4 +1,4 @@
-"""What two runs say of each other: the noise of the same code against itself, and a verdict in words."""
+"""Two runs compared: the noise between two runs of the same code, and a verdict in words."""
 
 from __future__ import annotations
 

@@ -100,17 +100,18 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def interleaved(
-    samplers: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None
+    samplers: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None, seed: str = ""
 ) -> dict[str, list[float]]:
     """A sample of each a round, in another order every round.
 
-    No one always follows the same other one, whose threads may still spin and whose data fill the caches. What raises
-    is left out from then on, with its error in ``failed``, where that is given.
+    No one always follows the same other one, whose threads may still spin and whose data fill the caches; with another
+    ``seed`` the orders are others. What raises is left out from then on, with its error in ``failed``, where that is
+    given.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    names, order = list(samplers), random.Random()  # by the system's noise: no program has the orders of another
-    for _ in range(rounds):
-        for name in order.sample(names, len(names)):
+    names = list(samplers)
+    for number in range(rounds):
+        for name in random.Random(f"{number} {seed}" if seed else number).sample(names, len(names)):
             if failed is None:
                 samples[name].append(samplers[name]())
             elif name not in failed:
@@ -135,13 +136,14 @@ def in_turns(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
     rest_s: float = 0.0,
+    seed: str = "",
 ) -> dict[str, list[float]]:
     """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, one or more.
 
     Work of a GPU is waited for at the end of a block. With ``time.process_time`` as the clock, and one thread, what
     other processes take of the machine is not counted. Before a block nothing is done for ``rest_s``.
     """
-    wait = torch.cuda.synchronize if any(x.is_cuda for x in inputs) else _nothing
+    wait = torch.accelerator.synchronize if any(x.device.type != "cpu" for x in inputs) else _nothing
 
     def seconds_of(run: Runner, count: int) -> float:
         time.sleep(rest_s)
@@ -157,7 +159,7 @@ def in_turns(
         calls = max(1, int(seconds / max(seconds_of(run, 1), 1e-6)))
         return lambda: seconds_of(run, calls) / calls * 1e6
 
-    return interleaved({name: block(run) for name, run in runs.items()}, rounds)
+    return interleaved({name: block(run) for name, run in runs.items()}, rounds, seed=seed)
 
 
 def _nothing() -> None:
@@ -172,13 +174,15 @@ def _status_kib(field: str) -> int:
 
 
 def peak_bytes(run: Runner, inputs: Inputs) -> int | None:
-    """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
+    """Memory that one call adds to the process (or to a CUDA GPU) at its highest; None where nothing says so."""
     if inputs[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run(*inputs)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
+    if inputs[0].device.type != "cpu":
+        return None
     try:
         # What earlier calls freed is still resident and would be reused unseen: hand it back first (malloc_trim(3)).
         ctypes.CDLL(None).malloc_trim(0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.base import LinearLayer
 from attn_pass.devices.device import Device
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
@@ -27,7 +28,6 @@ _SHARE = 0.02  # of its products' time, which a region without padding may cost
 _FINDING_US, _ROW_US = 60.0, 0.1  # measured: 60 us for 512 rows, 0.9 ms for 8,192
 _PAIR_US = 5e-4  # of a mask that differs from row to row, for each row and key
 _PREPARING_SHARE = 0.05  # where some rows are padding, and their number is a new one
-_PREPARING_US = 1000.0  # oneDNN makes code for each number of rows and each size of weights: 0.7 to 2.2 ms, one by one
 
 
 def is_product(node: Node) -> bool:
@@ -64,25 +64,39 @@ class Cost:
         return self.preparing / self.products if self.products else 0.0
 
 
-def cost_of(proof: Proof, device: Device, hint: Callable[[Index], int]) -> Cost:
-    """What a region costs, by the sizes of its weights."""
+def cost_of(
+    proof: Proof,
+    device: Device,
+    hint: Callable[[Index], int],
+    new_rows_us: Callable[[LinearLayer], float],
+    frozen: bool = False,
+) -> Cost:
+    """What a region costs, by the sizes of its weights.
+
+    ``new_rows_us`` tells what a layer costs for a number of rows that is new; ``frozen``: weights are constants.
+    """
     rows = hint(product(proof.group.rows))
     us = 0.0
-    prepared: set[tuple[int, ...]] = set()
+    prepared: dict[tuple[torch.dtype, int, int], float] = {}  # a size of weights once
     for node in proof.layouts:
         weights = [
             v
             for n in node.all_input_nodes
             if is_product(node) and n not in proof.layouts and (v := tensor_value(n)) is not None and v.dim() == 2
         ]
+        result = first_tensor(node)
         for weight in weights[:1]:
             numbers = weight.numel()
-            us += 2e-3 * rows * numbers / device.matmul(weight.dtype) if isinstance(numbers, int) else 0.0
-            if weight.dtype != torch.float32:
-                prepared.add(tuple(map(int, weight.shape)))
+            if not isinstance(numbers, int):
+                continue
+            dtype = weight.dtype if result is None else result.dtype  # autocast multiplies in its own
+            us += 2e-3 * rows * numbers / device.matmul(dtype)
+            features, width = map(int, reversed(weight.shape))
+            layer = LinearLayer(dtype, rows, features, width, True, False, False, is_constant=frozen)
+            prepared[dtype, features, width] = new_rows_us(layer)
     pairs = rows * hint(proof.group.rows.length) if proof.group.mask.is_of_pairs else 0
     finding = _FINDING_US + _ROW_US * rows + _PAIR_US * pairs + _copying(proof, device, rows)
-    return Cost(us, finding, _PREPARING_US * len(prepared))
+    return Cost(us, finding, sum(prepared.values()))
 
 
 def _copying(proof: Proof, device: Device, rows: int) -> float:

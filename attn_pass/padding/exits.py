@@ -64,11 +64,11 @@ class Surroundings:
 def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     """How the rows of ``node`` leave by ``user``; None where it may see padding."""
     if user.op == "output":
-        return Exit("by your word nobody uses rows of padding of the result", "nothing") if around.leaving else None
+        return Exit("you promised that rows of padding of the result are unused", "nothing") if around.leaving else None
     if _is_of_sizes(user):
-        return Exit("its sizes alone are read", "nothing")
+        return Exit("only its sizes are read", "nothing")
     if sites := readers(user, node, layout, around.rules, around.rows, around.operators):
-        return Exit("rows of padding reach scores of their own alone", "nothing", sites=sites)
+        return Exit("rows of padding reach only their own scores", "nothing", sites=sites)
     if user.op == "call_function" and user.target in around.operators:
         return _as_keys(user, node, layout, around)
     if torch_name(user) in ("cross_entropy", "nll_loss"):
@@ -135,8 +135,8 @@ def _select(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exi
 
 
 def _pooled(position: int) -> Exit:
-    named = {0: "the first position alone", -1: "the last position alone"}
-    return Exit(f"{named.get(position, f'position {position} alone')} is read", "position", position)
+    named = {0: "only the first position", -1: "only the last position"}
+    return Exit(f"{named.get(position, f'only position {position}')} is read", "position", position)
 
 
 def _selected(mask: Node, around: Surroundings) -> Exit | None:

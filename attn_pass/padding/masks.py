@@ -15,10 +15,10 @@ from attn_pass.padding.cross import Origins
 from attn_pass.padding.layouts import Rows
 
 ADDED_IN_TRAINING = (
-    "what is added to its scores may mask keys, and in training it cannot be told which"
+    "terms added to its scores may mask keys, and in training it is not known which"
     " (assume_nonempty_rows=True, if no row is fully masked)"
 )
-OTHER_ROWS = "its queries are not the rows that its keys are"
+OTHER_ROWS = "its queries and keys come from different rows"
 NO_PADDING = "its mask is the same for all sequences"  # a triangle in a buffer: nothing to tell of
 PER_BATCH = ("starts", "ends")
 Places = Literal["any", "between", "before"]
@@ -176,7 +176,7 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
         return reason
     masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
     if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
-        return "its call has heads in the place of sequences, as that of a single sentence has"
+        return "the batch dimension of its call holds heads, as for a single sentence"
     return _refusal_of_arguments(node, sizes)
 
 
@@ -194,13 +194,13 @@ def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     """
     kwargs: Mapping[str, Any] = node.kwargs
     if not hides_padding(node):
-        return "its masked keys count"
+        return "its masked keys still get weight"
     if any(kwargs.get(name) is not None for name in ("shift", "start", "end", "offsets")):
-        return "its mask counts positions from elsewhere than a sequence's first"
+        return "its mask does not count positions from the start of a sequence"
     distances = ("before", "after", *_BY_POSITION)
     in_itself = kwargs.get("chunk_rows") == kwargs.get("chunk_keys")
     if not in_itself or any(kwargs.get(name) is not None and not _reaches_itself(kwargs[name]) for name in distances):
-        return "its window does not hold the row itself, or is known at run time only"
+        return "its window does not contain the row itself, or is known only at run time"
     if any(_varies(n, (0, 2, 3), sizes) for n in kwargs.get("captured") or ()):
         return "its scores depend on positions"
     if has_gradients(node) and any(user.target is not getitem or user.args[1] != 0 for user in node.users):

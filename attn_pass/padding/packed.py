@@ -22,7 +22,7 @@ from attn_pass.graph.provenance import origin_of
 from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import PROJECTION, Sizes, fake_value, tensor_value, value_key
-from attn_pass.model.index import Index, product
+from attn_pass.model.index import Index, Symbol, atoms, product
 from attn_pass.model.mask import ABSORBING
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
@@ -163,6 +163,9 @@ class Packing:
         self._flat = call(aten.reshape.default, self.there, [-1])
         self.index = call(aten.squeeze.dim, call(aten.nonzero.default, self._flat), 1)
         self.count = call(aten.sym_size.int, self.index, 0)
+        for count in atoms(emit.sizes.index(fake_value(self.count))):
+            if isinstance(count, Symbol):  # without padding it is the most that there may be
+                emit.sizes.hints[count.key] = emit.sizes.hint(product(rows))
         ends = call(aten.cumsum.default, call(aten.sum.dim_IntList, self.there, [1]), 0)
         self.offsets = call(aten.constant_pad_nd.default, ends, [1, 0], 0)
         self.keep = self._packed_keep()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attn_pass.compat import PACKS_ANY_ROWS
 from attn_pass.devices.device import Device
+from attn_pass.devices.registry import family_of
 from attn_pass.errors import first_line
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.names import torch_name
@@ -34,9 +36,9 @@ from attn_pass.report.units import counted
 
 PACKED_ROWS = "packed rows"
 """What a second try is without, beside names of targets: regions."""
-ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
+ASSUMED = "assume_padding_unused: rows of padding in the model's result are not used; they become zeros"
 FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
-LEARNED = "what is learned and added to scores beside a mask masks no key: its numbers are far above those that mask"
+LEARNED = "a bias that is learned and added to scores beside a mask masks no key: its numbers are far above a mask's"
 _NOT_FROZEN = "with `freezing`, linear layers of rows that are counted at run time need torch 2.13 or newer"
 FINITE_GRADIENTS = "rows of padding hold finite numbers, so that their gradients are 0"
 Complain = Callable[[str, Exception], None]
@@ -89,7 +91,7 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
         except CannotPackError as error:
             record.mark_left(str(error))
         except GuardOnDataDependentSymNode as error:
-            record.mark_left(f"torch wants to know the number of rows while it compiles ({first_line(error)})")
+            record.mark_left(f"torch needs the number of rows at compile time ({first_line(error)})")
         except Exception as error:
             record.mark_left(f"internal error: {type(error).__name__}: {first_line(error)}")
             complain("a region is left with its padding", error)
@@ -189,7 +191,10 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
 
 
 def _cost(graph: Graph, proof: Proof) -> Cost:
-    return cost_of(proof, graph.device(proof.sites[0]), graph.sizes.hint)
+    device = graph.device(proof.sites[0])
+    chooses = graph.options.linear_layers == "best" and not _is_trained(proof)
+    new_rows_us = functools.partial(family_of(device).new_rows_us, chooses=chooses)
+    return cost_of(proof, device, graph.sizes.hint, new_rows_us, frozen=bool(graph.gm.meta.get(FOLDS_CONSTANTS)))
 
 
 def _is_trained(proof: Proof) -> bool:

@@ -30,6 +30,7 @@ from attn_pass.patterns.flex_constants import Known, known_to_agree
 from attn_pass.patterns.flex_lists import Lists, blocks_of, is_one_block, is_same_mask, keep_by_lists, made_from
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 
 aten = torch.ops.aten
 FORM = "flex_attention"
@@ -96,35 +97,60 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
             expansion, keep = taken_apart(call, region)
             result.append(_opaque(call, region, expansion))
             apart[len(result) - 1] = call, keep
-        except CannotExpand as error:
-            result.append(Opaque(node, FORM, region, None, f"the call stays: {error}"))
         except Exception as error:
-            result.append(Opaque(node, FORM, region, None, error=error))
+            result.append(_stays(node, region, error))
     if any(call.mask is not None for call, _ in apart.values()):
         reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
     for number, (call, keep) in list(apart.items()):
-        if call.mask is None or is_same_mask(
-            reader, keep.kept, call.mask, _scores(call.arguments, sizes), reader.order[call.node]
-        ):
-            continue
-        del apart[number]
-        result[number].take_back()
-        call, region = replace(call, mask=None), result[number].region
+        region = result[number].region
         try:
+            if call.mask is None or _is_read_alike(reader, call, keep, sizes):
+                continue
+            del apart[number]
+            result[number].take_back()
+            call = replace(call, mask=None)
             expansion, keep = taken_apart(call, region)
             result[number], apart[number] = _opaque(call, region, expansion), (call, keep)
-        except CannotExpand as error:
-            result[number] = Opaque(call.node, FORM, region, None, f"the call stays: {error}")
+        except Exception as error:
+            if apart.pop(number, None) is not None:
+                result[number].take_back()
+            result[number] = _stays(call.node, region, error)
     if not all(call.of_one_block for call, _ in apart.values()):
         reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
     for number, (call, keep) in apart.items():
-        blocks = Blocks()
-        if not call.of_one_block:
-            scores, at = _scores(call.arguments, sizes), reader.order[call.node]
-            blocks = blocks_of(reader, keep.by_function, scores, at, in_table=call.reads_lists)
-        written = AsWritten(fused=True, library=FORM, blocks=blocks)
-        result[number] = replace(result[number], written=written)
+        try:
+            blocks = Blocks() if call.of_one_block else _blocks(reader, call, keep, sizes)
+        except Exception as error:
+            result[number].take_back()
+            result[number] = _stays(call.node, result[number].region, error)
+        else:
+            result[number] = replace(result[number], written=AsWritten(fused=True, library=FORM, blocks=blocks))
     return result
+
+
+def _stays(node: Node, region: Region, error: Exception) -> Opaque:
+    """A call that is not taken apart, and why."""
+    if isinstance(error, CannotExpand):
+        return Opaque(node, FORM, region, None, f"the call stays: {error}")
+    return Opaque(node, FORM, region, None, error=error)
+
+
+def _blocks(reader: Reader, call: _Call, keep: _Mask, sizes: Sizes) -> Blocks:
+    """The blocks that a call computes, as far as its mask can be read."""
+    scores, at = _scores(call.arguments, sizes), reader.order[call.node]
+    try:
+        return blocks_of(reader, keep.by_function, scores, at, in_table=call.reads_lists)
+    except Unreadable:
+        return Blocks(hides_more=True, in_table=call.reads_lists)
+
+
+def _is_read_alike(reader: Reader, call: _Call, keep: _Mask, sizes: Sizes) -> bool:
+    """Whether a call's block lists keep what its mask function does; not where that cannot be told."""
+    assert call.mask is not None
+    try:
+        return is_same_mask(reader, keep.kept, call.mask, _scores(call.arguments, sizes), reader.order[call.node])
+    except Unreadable:
+        return False
 
 
 def _same_mask(call: _Call, region: Region, effects: Effects) -> Any:

@@ -56,7 +56,7 @@ def read_sinks(
         scores.loads |= walk.loads
         sinks.append(sink)
     if without_maximum not in (0, len(sinks)):
-        raise Unreadable("a maximum is taken off the scores, and not off every logit beside them", node)
+        raise Unreadable("a maximum is subtracted from the scores, but not from every logit beside them", node)
     value = tensor_value(node)
     return plain, sinks[0] if len(sinks) == 1 else _as_one(sinks, None if value is None else value.dtype), tuple(nodes)
 

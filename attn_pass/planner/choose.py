@@ -170,7 +170,7 @@ def choose(
         return choice
     remark = ""
     if measure is not None and prefer != "first":
-        candidates, remark = _measure(measure, candidates, offers, setting, choice)
+        candidates, remark = _measure(measure, candidates, setting, choice)
     if choice.measured_us:
         timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True, spread=choice.measured_spread)
     else:
@@ -251,18 +251,17 @@ def _predicted_at(
     return _Timed(times, worst_losses(tables), lengths=_range(attention, setting, elsewhere), remark=remark)
 
 
-def _measure(
-    measure: Measure, candidates: _Offers, offers: _Offers, setting: Setting, choice: Choice
-) -> tuple[_Offers, str]:
+def _measure(measure: Measure, candidates: _Offers, setting: Setting, choice: Choice) -> tuple[_Offers, str]:
     """Measures the best by prediction; returns what was measured, or why nothing was, as a remark."""
-    more = _alternatives(offers, setting)
-    answer = measure(_shortlist(offers, more))
+    more = _alternatives(candidates, setting)
+    answer = measure(_shortlist(candidates, more))
     if isinstance(answer, str):
         return candidates, f"; {answer}"
     choice.measured_us = dict(answer)
     choice.measured_spread = answer.spread if isinstance(answer, Timings) else {}
     everything = [*candidates, *(o for label in more for o in more[label])]
-    return [o for o in everything if _label(o[0]) in answer] or candidates, ""
+    measured = [o for o in everything if _label(o[0]) in answer]
+    return measured or candidates, ""
 
 
 def _take(

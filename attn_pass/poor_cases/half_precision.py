@@ -4,7 +4,7 @@ Poor: query, key and value are bfloat16 or float16, and torch's fused kernel run
 that the processor has for products: in bfloat16 without tile instructions (AMX), where torch multiplies unpacked
 matrices, and in float16 without instructions for its products.
 
-Costs: up to two thirds of the machine, although the operands have half the bytes of float32.
+Costs: up to two thirds of the machine's throughput, although the operands have half the bytes of float32.
 
 Becomes: the same attention, by a kernel that widens keys and values to float32 while it packs them, or that multiplies
 pairs of bfloat16 where the processor does. There is no variant of the description: the targets with such a kernel name

@@ -116,7 +116,7 @@ class Grouping:
         if self.regions.of(linear.node).functorch:
             return "it runs under a transform of torch.func"
         if linear.by_columns:
-            return "its weight lies by columns, which is no linear layer's"
+            return "its weight is stored by columns, unlike a linear layer's"
         if any(linear.weight is one.weight for one in before):
             return "another product of the same input has the same weight"
         for tensor in (linear.weight, linear.bias):

@@ -10,11 +10,11 @@ from torch.fx import Node
 from attn_pass.graph.edit import Plan, Planned, SizeNodes, Value
 from attn_pass.graph.values import LAID_OUT, tensor_value
 from attn_pass.projections.groups import Group, Grouping
-from attn_pass.projections.linear import Linear
+from attn_pass.projections.linear import Linear, linear_of
 from attn_pass.reading.vocabulary import operation_of
 
 aten = torch.ops.aten
-SEEN = "something can tell where its result lies in memory"
+SEEN = "the memory layout of its result is observable"
 
 
 class Join:
@@ -50,7 +50,9 @@ class Join:
         self.joined = [weight] if bias is None else [weight, bias]
         linear = first.node.target if operation_of(first.node) == "linear" else aten.linear.default
         assert callable(linear)
-        joined = plan.call(linear, first.input, weight, bias)
+        now = linear_of(first.node)  # another join may have replaced what it reads
+        assert now is not None
+        joined = plan.call(linear, now.input, weight, bias)
         last, at, results = joined.fake.dim() - 1, 0, []
         for width in widths:
             results.append(plan.call(aten.slice.Tensor, joined, last, at, at + width))

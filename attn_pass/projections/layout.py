@@ -41,11 +41,11 @@ def refusal(parameters: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] 
 
 def _refusal(parameter: torch.Tensor) -> str:
     if type(parameter) is not torch.nn.Parameter:
-        return "a weight or a bias is no plain parameter"
+        return "a weight or a bias is not a plain parameter"
     if parameter.is_inference():
         return "a weight or a bias was made in inference mode, and cannot be given other memory"
     if not parameter.is_contiguous() or parameter.nbytes % _ALIGNMENT:
-        return "a weight or a bias is not dense, or does not end where vectors end"
+        return "a weight or a bias is not contiguous, or its size is not a multiple of 64 bytes"
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return "a weight or a bias has hooks"
     return ""

@@ -1,4 +1,4 @@
-"""Linear layers that a library multiplies faster than torch's call does, given to it: around attentions as in them.
+"""Linear layers, around attentions and inside them, that another library computes faster than torch's call.
 
 They are most of a model's time, and each is what it was, a product with a bias: nothing has to be proved but that its
 operands and its result have one dtype, and that nobody asks for a gradient.

@@ -36,7 +36,7 @@ _NOT_CONSTANT = {
     "without gradients, it does not",
     "export": "the program is exported to be run elsewhere",
 }
-_NOT_LAID_OUT_HERE = "parameters are laid into one buffer by attn_pass.backend only, which makes what is called"
+_NOT_LAID_OUT_HERE = "only attn_pass.backend moves parameters into one buffer, because it makes the called function"
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ def join_projections(graph: Graph, complain: Complain) -> list[ProjectionReport]
         record.reason = group.refusal or _refusal(graph, grouping, group, record)
         if not record.reason:
             size_nodes = size_nodes or SizeNodes(graph.gm, graph.sizes)
+            size_nodes.made.clear()  # of another group, which may stand behind this one
             try:
                 records += _joined(graph, grouping, size_nodes, group, record)
                 continue
@@ -101,14 +102,14 @@ def _refusal(graph: Graph, grouping: Grouping, group: Group, record: ProjectionR
     device = graph.device(group.linears[0].node)
     if graph.options.choose == "cheapest":
         if not of_type(device.type).joins_projections or not device.is_measured:
-            return f"one product in the place of several has not been measured on {device.name}"
+            return f"joining projections has not been measured on {device.name}"
         if reason := too_little(record.predicted_us):
             return reason
     if _is_constant(graph, grouping, group):
         return ""
     if graph.may_lay_out:
         joins = of_type(device.type).joins_projections
-        return _not_laid_out(grouping, group) if joins else f"no parameters are laid out on {device.name}"
+        return _not_laid_out(grouping, group) if joins else f"parameters are not moved into one buffer on {device.name}"
     asked_for = graph.program == "compile" and graph.options.join_projections == "parameters"
     return _NOT_LAID_OUT_HERE if asked_for else _NOT_CONSTANT[graph.program]
 
@@ -127,11 +128,11 @@ def _not_laid_out(grouping: Grouping, group: Group) -> str:
     weights = [one.weight for one in group.linears]
     biases = [one.bias for one in group.linears if one.bias is not None]
     if any(n.op != "placeholder" for n in (*weights, *biases)):
-        return "its weights are no inputs of the compiled code"
+        return "its weights are not inputs of the compiled code"
     if biases and len(biases) < len(weights):
         return "some of its layers have no bias, and biases would be joined at every call"
     if len({gets_gradient(one.node) for one in group.linears}) > 1:
-        return "a gradient comes to some of its layers only, and the others' parameters would get one of zeros"
+        return "only some of its layers get a gradient, and the parameters of the others would get zeros"
     for nodes in (weights, biases):
         values = [v for n in nodes if (v := grouping.value_of(n)) is not None]
         if len(values) < len(nodes):
@@ -156,7 +157,7 @@ def _joined(
         operands -= each.operands
     record.operands = operands
     join.apply(laid_out=not _is_constant(graph, grouping, group))
-    record.outcome, record.reason = "joined", "they are products with one input, and nothing tells them apart"
+    record.outcome, record.reason = "joined", "they multiply the same input, and nothing observes the difference"
     return iter([record, *left])
 
 

@@ -1,4 +1,4 @@
-"""The record of linear layers that another library multiplies than torch's call would take."""
+"""The record of linear layers that run in another library than the one torch's call would use."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from attn_pass.report.units import counted
 
 IN_RESULT = "rows of padding are in the result of the model"
 """The reason, or a stop, that the user can do away with by `Options.assume_padding_unused`."""
-_HINT = "  hint: if nobody uses rows of padding of the result, assume_padding_unused=True leaves them out"
+_HINT = "  hint: if the rows of padding in the result are not used, assume_padding_unused=True skips them"
 
 
 @dataclass(eq=False, kw_only=True)

@@ -78,4 +78,4 @@ def compare_compiled(
     tell(f"checking {record.where}")
     outcome = verify(subject)
     record.verified_error, record.not_verified = outcome.error, outcome.reason
-    record.reason = outcome.reason or f"compiled by {context.run.checks}, it computes what it means"
+    record.reason = outcome.reason or f"compiled by {context.run.checks}, it agrees with its meaning in float64"

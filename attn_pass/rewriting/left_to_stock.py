@@ -1,4 +1,4 @@
-"""Lets Inductor's own attention patterns have a site that is left, where they make of it what was written.
+"""Lets Inductor's own attention patterns match a site that is left, if their call computes what was written.
 
 A site that costs least as it is stays products and a softmax. One that is left by the user's choice, a rule or
 ``numerics`` or the targets that are allowed, was never compared with the call that stock makes of it: there stock's

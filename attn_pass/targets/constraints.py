@@ -104,7 +104,7 @@ def trained_export(kernel: str) -> str:
     """The reason for a kernel without a backward in an exported program that may be trained."""
     return (
         f"{kernel} has no gradient, and parameters or inputs of this exported program need one: "
-        "model.requires_grad_(False) before torch.export says that none is wanted"
+        "call model.requires_grad_(False) before torch.export if it will not be trained"
     )
 
 

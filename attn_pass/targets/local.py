@@ -140,7 +140,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint("sink", "a sink needs the whole row's sum of exponentials", lambda c: c.attention.sink is None),
     Constraint(
         "dropout",
-        lambda c: f"dropout {c.attention.dropout:g}: the fused CPU kernel has no dropout",
+        lambda c: f"dropout {c.attention.dropout:g}: torch's fused CPU kernel has no dropout",
         lambda c: not c.attention.dropout,
     ),
     Constraint(

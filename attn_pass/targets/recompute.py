@@ -10,7 +10,7 @@ its forward, and these operations in its backward.
 
 Offers on the CPU, in training under ``torch.compile``, if the mask needs a gradient (T5's and Swin's learned bias) or
 two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times as long as stock on two
-cores, and no less memory at the peak, which is in the backward ([results/training-cpu.md](results/training-cpu.md));
+cores, and no less memory at the peak, which is in the backward (a run from before the CPU kernel, since replaced);
 the memory that a model of many layers keeps between the two was not measured. Therefore ``choose="cheapest"`` takes the
 CPU kernel there, or leaves the site; this target is taken if an option names it, or if there is no compiler.
 """
@@ -128,7 +128,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         "autocast would treat its backward differently from the program's",
         lambda c: c.setting.autocast is None,
     ),
-    Constraint("sink", "a sink is no part of its backward", lambda c: c.attention.sink is None),
+    Constraint("sink", "its backward does not support sinks", lambda c: c.attention.sink is None),
     Constraint("heads", "grouped heads are packed into rows instead", lambda c: c.attention.groups == 1),
     unless("torch's call", lambda c: Sdpa().unfit(c.attention, c.setting)),
     Constraint(
@@ -143,7 +143,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
     Constraint(
         "fill",
-        "a fully masked row would not be the mean where scores exceed 32, of which -1e9 beside a bias leaves a part",
+        "-1e9 beside a bias does not absorb scores above 32, so a fully masked row would not be the mean",
         lambda c: c.attention.mask.never_empty or c.setting.assume_nonempty_rows or not leaks(c.attention),
     ),
     ALL_KEYS_COUNT,

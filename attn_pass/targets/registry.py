@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.metadata import entry_points
 
-from attn_pass.devices.registry import families
+from attn_pass.devices.registry import families, installed_in
 from attn_pass.targets.base import Target
 from attn_pass.targets.decomposed import Decomposed
 from attn_pass.targets.flex.flex import Flex
@@ -20,7 +19,7 @@ GROUP = "attn_pass.targets"
 
 @lru_cache(maxsize=1)
 def _registered() -> tuple[Target, ...]:
-    return tuple(entry.load()() for entry in entry_points(group=GROUP))
+    return tuple(installed_in(GROUP))
 
 
 def built_in() -> tuple[Target, ...]:

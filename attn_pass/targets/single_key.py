@@ -22,7 +22,7 @@ from attn_pass.targets.constraints import Attended, Constraint, HasAttention, re
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
 
-FINITE = "the scores are finite: with one key alone they are not computed"
+FINITE = "the scores are finite: with a single key they are not computed"
 
 
 class SingleKey:
@@ -60,7 +60,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
     Constraint(
         "dropout",
-        lambda c: f"dropout {c.attention.dropout:g} of the one weight",
+        lambda c: f"dropout {c.attention.dropout:g} would apply to the only weight",
         lambda c: not c.attention.dropout,
     ),
     Constraint(

@@ -17,6 +17,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.registry import families, of_type
 from attn_pass.errors import OptionError
 from attn_pass.options import unknown_name
+from attn_pass.tuning import disk_cache
 
 BUSY = 0.25  # the median spread from which on a machine is too busy for its readings to be kept
 
@@ -124,6 +125,8 @@ def summary_lines(outcome: Outcome) -> list[str]:
             took,
             "Kept: attn_pass chooses by these numbers from now on; --forget drops them.",
         ]
+    if not outcome.is_busy:
+        return [took, f"It could not be stored; set {disk_cache.VARIABLE} to a folder that can be written."]
     busy = f"The machine was busy: more than {BUSY:.0%} apart says that something else ran."
     if outcome.kept:
         return [took, f"{busy} Kept all the same, because of --keep-if-busy."]

@@ -33,6 +33,16 @@ def key_of(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+@functools.cache
+def package_sources() -> str:
+    """A hash of this package's source files."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(p for kind in ("*.py", "*.hpp") for p in root.rglob(kind)):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def load(key: str) -> Any | None:
     """The record, or None if there is none that can be read."""
     try:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.compat import changed_settings
 from attn_pass.devices.registry import facts, families
 from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
@@ -65,8 +66,8 @@ class Tuner:
         except CannotExtract as error:
             return f"tune=True: not measured, {error}; the prediction decides"
         job = self._job(site, program, [LEAVE, *labels])
-        sources = [family.sources() for family in families()]
-        key = disk_cache.key_of([job, _digests(program), facts(site.setting.device), sources])
+        code = [disk_cache.package_sources(), *(family.sources() for family in families())]
+        key = disk_cache.key_of([job, _digests(program), facts(site.setting.device), code])
         result = _checked(disk_cache.load(key))
         if result is None:
             with progress() as tell:
@@ -98,6 +99,7 @@ class Tuner:
             "deterministic": site.setting.deterministic,
             "precision": torch.get_float32_matmul_precision(),
             "grad": any(i.requires_grad for i in program.inputs),
+            "inductor": changed_settings(),
             "seconds": _SECONDS,
             "megabytes": _half_the_memory(),
             "values": "",

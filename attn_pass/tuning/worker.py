@@ -153,7 +153,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     failed: dict[str, str] = {}
     runs: dict[str, Run] = {}
 
-    with _surroundings(job), config.patch(compile_threads=1):
+    with _surroundings(job), config.patch({**job["inductor"], "compile_threads": 1}):
         for label in job["labels"]:
             backend = backend_for(label, options, list(values.values()))
             compiled = torch.compile(_program(job["text"]), backend=backend, dynamic=False)

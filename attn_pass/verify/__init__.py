@@ -41,8 +41,8 @@ FAILS = "it fails where the original does not"
 """How a `Mismatch` begins after the target's name if the code raises an error, and does not compute something else."""
 _FEW_SCORES = 1 << 18  # so few that harsh inputs are run backward too, and other sizes are tried
 
-CompileSite = Callable[[GraphModule, list[torch.Tensor]], Callable[..., Any]]
-"""Compiles a rewritten part for inputs, as the backend would."""
+CompileSite = Callable[[GraphModule, list[torch.Tensor], str], Callable[..., Any]]
+"""Compiles a part, rewritten as the target of this name, for inputs, as the backend would."""
 
 
 class Mismatch(RewriteError):
@@ -282,7 +282,7 @@ class _Trial:
             return module
 
         def program(*inputs: torch.Tensor) -> Any:
-            return compile_site(module, list(inputs))(*inputs)
+            return compile_site(module, list(inputs), self.subject.target)(*inputs)
 
         return program
 

@@ -39,6 +39,16 @@ def Rewritten():
     return torch.compile(Original(), backend={backend!r})
 """
 
+_NO_NAME = """
+backend = None  # the callable that attn_pass.check was given goes here; torch knows none of the name {backend!r}
+if backend is None:
+    raise SystemExit("set `backend` in this file to the callable that attn_pass.check was given")
+
+
+def Rewritten():
+    return torch.compile(Original(), backend=backend)
+"""
+
 _TAIL = '''
 
 def run(program, inputs, strides, dtype=None):
@@ -84,7 +94,11 @@ def write(
 ) -> Path:
     """Writes the file and its inputs; returns its path."""
     programs = _as_class("Original", part.original) + "\n\n"
-    programs += _COMPILED.format(backend=target) if part.rewritten is None else _as_class("Rewritten", part.rewritten)
+    if part.rewritten is not None:
+        programs += _as_class("Rewritten", part.rewritten)
+    else:
+        is_known = target in torch._dynamo.list_backends(exclude_tags=())
+        programs += (_COMPILED if is_known else _NO_NAME).format(backend=target)
     name = f"mismatch_{key_of([programs, why])[:12]}"
     layouts = [(i.shape, i.stride, i.offset, i.requires_grad) for i in part.inputs]
     context = "with torch.enable_grad()"
@@ -96,7 +110,7 @@ def write(
     text += programs + "\n" + _TAIL.format(layouts=layouts, autocast=context)
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.py"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     torch.save([m.detach() for m in memory], path.with_suffix(".pt"))
     return path
 
@@ -110,7 +124,8 @@ def _as_class(name: str, module: GraphModule) -> str:
             held.append(_as_class(attribute, value))
             parameters.append(f"self.{attribute} = self.__class__.{attribute}()")
         elif isinstance(value, torch.Tensor):
-            parameters.append(f"self.{attribute} = torch.tensor({value.tolist()!r}, dtype={value.dtype})")
+            facts = f"dtype={value.dtype}, device={str(value.device)!r}"
+            parameters.append(f"self.{attribute} = torch.tensor({value.tolist()!r}, {facts})")
     code = module.graph.python_code("self").src.strip("\n")
     lines = [f"class {name}(torch.nn.Module):"]
     lines += [textwrap.indent(text, "    ") for text in held]

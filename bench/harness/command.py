@@ -34,9 +34,14 @@ Threads = Annotated[int, typer.Option(min=1, help="Number of torch threads.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples per variant.")]
 
 
+def is_asked(only: str, name: str) -> bool:
+    """Whether ``--only`` asks for a program of this name."""
+    return any(part in name for part in only.split("|"))
+
+
 def named(only: str, programs: Iterable[_T], name_of: Callable[[_T], str]) -> list[_T]:
     """The programs that ``--only`` asks for; an error where there are none."""
-    chosen = [p for p in programs if any(part in name_of(p) for part in only.split("|"))]
+    chosen = [program for program in programs if is_asked(only, name_of(program))]
     if not chosen:
         raise typer.BadParameter(f"no program's name contains {only!r}", param_hint="--only")
     return chosen

@@ -38,13 +38,9 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    ours = installed("attn-pass").get("attn-pass", "not installed")
-    of = commit()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "attn_pass": f"{ours} ({of})" if of else ours,
-    }
+    ours, of = installed("attn-pass").get("attn-pass", ""), commit()
+    name = f"{ours} ({of})" if ours and of else ours or of or "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": name}
 
 
 def commit() -> str:

@@ -69,7 +69,7 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         candidates, failures = _built(shop, chosen)
         runs = {candidate.name: candidate.run for candidate in candidates}
         rates, busy = _again(rates, setting), [_busy(setting)]
-        samples = in_turns(runs, shop.inputs, setting.rounds, seconds=setting.block_s, rest_s=_REST_S)
+        samples = in_turns(runs, shop.inputs, setting.rounds, seconds=setting.block_s, rest_s=_REST_S, seed=name)
         rates, busy = _again(rates, setting), [*busy, _busy(setting)]
         peaks = {candidate.name: _peak(candidate, shop.inputs) for candidate in candidates}
         work = _work(shop, rates) | {"busy": next(filter(None, busy), None)}

@@ -178,15 +178,21 @@ def measured(case: Case, positions: Sequence[int], rounds: int, threads: int) ->
 
 
 def _ways(decoder: Decoder, function: Callable[[], Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Stock twice and the pass, compiled, and what became of the attention."""
-    stock, ours = compiled(function, fullgraph=True), compiled(function, fullgraph=True, backend=attn_pass.backend)
-    decoder.go_to(POSITIONS[0])
-    stock()
-    decoder.go_to(POSITIONS[0])
-    with attn_pass.record() as report:
-        ours()
-    took = {w.STOCK: "", w.STOCK_AGAIN: "", w.PASS: _forms(report)}
-    return {w.STOCK: stock, w.STOCK_AGAIN: stock, w.PASS: ours}, took
+    """Eager, stock twice and the pass, each compiled once, and what became of the attention."""
+    runs = {
+        w.EAGER: function,
+        w.STOCK: compiled(function, fullgraph=True),
+        w.STOCK_AGAIN: compiled(function, fullgraph=True),
+        w.PASS: compiled(function, fullgraph=True, backend=attn_pass.backend),
+    }
+    took = dict.fromkeys(runs, "")
+    for way, run in runs.items():
+        decoder.go_to(POSITIONS[0])
+        with attn_pass.record() as report:
+            run()
+        if way == w.PASS:
+            took[way] = _forms(report)
+    return runs, took
 
 
 def _facts(case: Case, position: int, took: str) -> Row:

@@ -8,6 +8,7 @@ and in three more.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.measuring.timing import compiled, in_turns, percentile_10
 from attn_pass.options import LEAVE
+from attn_pass.report.units import counted
 from attn_pass.tuning.worker import backend_for
 from bench.harness import document
-from bench.harness.command import Json, Threads, finish, named, started
+from bench.harness.command import Json, Only, Threads, finish, named, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
@@ -256,12 +258,25 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _of_run(path: Path) -> dict[str, Row]:
+    """The rows of an earlier run by name, each with the run that it is of."""
+    before = document.read(path)
+    run = f"{before.run.get('date', 'no date')}, attn_pass {before.run.get('versions', {}).get('attn_pass', '')}"
+    return {row["name"]: {"kept": run, **row} for row in before.tables[0].rows if "name" in row}
+
+
+def _kept(rows: Sequence[Row]) -> list[str]:
+    """Which rows are of an earlier run, in which the pass chose the same form."""
+    counts = Counter(row["kept"] for row in rows if row.get("kept"))
+    return [f"{counted(n, 'row')} of the run of {run}, in which the same form was chosen." for run, n in counts.items()]
+
+
 def main(
     json_file: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Eight small shapes.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Run the pass with tune=True.")] = False,
     every: Annotated[int, typer.Option(help="Run only every N-th shape.")] = 1,
-    only: Annotated[str, typer.Option(help="Run only shapes whose name contains this.")] = "",
+    only: Only = "",
     rows_at_most: Annotated[
         int | None, typer.Option("--rows", help="Run only shapes with at most this many query rows.")
     ] = None,
@@ -275,7 +290,7 @@ def main(
     tell = teller(console)
     chosen = named(only, _quick(grid()) if quick else grid(), str)
     chosen = [s for s in chosen if rows_at_most is None or s.q_len <= rows_at_most][::every]
-    kept = {row.get("name"): row for row in document.read(changed).tables[0].rows} if changed is not None else {}
+    kept = {} if changed is None else _of_run(changed)
     made = started(f"Never slower than stock{', with tune=True' if tune else ''}", threads=threads, rounds=ROUNDS)
     table = Table("A fresh process a shape", COLUMNS)
     made.tables.append(table)
@@ -284,7 +299,7 @@ def main(
         if row.get("chosen") != predicted_choice(shape, threads):
             row = measure(shape, tune, threads, tell)
         table.rows.append(row)
-        table.notes = summary(table.rows)
+        table.notes = [*summary(table.rows), *_kept(table.rows)]
         if row["status"] == "ok":
             tell(
                 f"{count}/{len(chosen)} {shape}: {row['over_stock']:.2f} (A/A {row['a_a']:.2f}), {row['chosen']}, "

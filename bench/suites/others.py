@@ -10,7 +10,6 @@ as they are, so that a difference is not one of rounding.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 import sys
 import time
@@ -24,10 +23,10 @@ import typer
 
 import attn_pass
 from attn_pass.report.units import counted
-from bench.harness.command import Json, Only, finish, started
+from bench.harness.command import Json, Only, finish, is_asked, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
-from bench.suites import found_elsewhere, others_generated
+from bench.suites import cases, found_elsewhere, others_generated
 from bench.suites.elsewhere import BACKENDS, Backend
 from bench.suites.others_exported import PARTS
 from bench.suites.others_generated import Outcome, generated, keep, outcomes, read
@@ -92,11 +91,12 @@ def is_found(made: dict[str, Any]) -> bool:
 
 def collected(folder: Path) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
     """The cases of a folder that are compiled, in evaluation mode."""
-    for path in sorted(folder.glob("[0-9]*.py")):
-        spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where Dynamo looks for its globals
-        spec.loader.exec_module(module)
+    try:
+        files = cases.paths(folder)
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error), param_hint="--cases") from error
+    for path in files:
+        module: Any = cases.load(path)
         if module.META.get("path", "compile") == "compile":
             torch.manual_seed(0)
             program, args, kwargs = module.make("cpu")
@@ -110,7 +110,7 @@ def main(
     json_file: Json = None,
     only: Only = "",
     backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "inductor",
-    cases: Annotated[Path | None, typer.Option(help="A folder of collected cases.")] = None,
+    folder: Annotated[Path | None, typer.Option("--cases", help="A folder of collected cases.")] = None,
     number: Annotated[int, typer.Option("--generated", help="Programs to generate.")] = 0,
     near: Annotated[int, typer.Option(help="Programs to generate that are plain attention but for one part.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the first generated program.")] = 1,
@@ -137,14 +137,14 @@ def main(
     ]
     listed += [(name, program.function, program.inputs(), {}) for name, program in found_elsewhere.PROGRAMS.items()]
     tables = [("Programs that look like attention", iter(listed), True)]
-    if cases is not None:
-        tables.append(("Collected cases: what is wrong, or does not compile", collected(cases), False))
+    if folder is not None:
+        tables.append(("Collected cases: what is wrong, or does not compile", collected(folder), False))
     for about, programs, all_shown in tables:
         table = Table(about, COLUMNS if all_shown else FOUND)
         document.tables.append(table)
         rows: list[dict[str, Any]] = []
         for name, function, args, kwargs in programs:
-            if only not in name or time.monotonic() > end:
+            if not is_asked(only, name) or time.monotonic() > end:
                 continue
             try:
                 rows.append(row(name, compiler, function, *args, **kwargs))

@@ -17,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ import typer
 
 import attn_pass
 from attn_pass.measuring.timing import farthest, why
-from bench.harness.command import Device, Json, Only, started
+from bench.harness.command import Device, Json, Only, named, started
 from bench.harness.console import plain_console, show, teller
 from bench.harness.document import Column, Row, Table
 from bench.suites.peer_forms import Form, SuiteError, collect, load
@@ -56,7 +57,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "sdpa_rewriter_*",
-        "no fused CPU kernel has dropout",
+        "torch's fused CPU kernel has no dropout",
         "the CPU has no fused kernel with dropout, however small its probability is; the peers fuse these into torch's "
         "call, which takes the same steps as the program does there",
     ),
@@ -268,8 +269,10 @@ def main(
         forms, others = collect(load(file), device)
     except SuiteError as error:
         raise typer.BadParameter(str(error)) from error
-    forms = [form for form in forms if only in form.test]
-    others = [other for other in others if only in other.test]
+    every: list[Any] = [*forms, *others]
+    asked = {each.test for each in named(only, every, attrgetter("test"))}
+    forms = [form for form in forms if form.test in asked]
+    others = [other for other in others if other.test in asked]
     tell = teller(console)
     rows: list[Row] = []
     for form in forms:

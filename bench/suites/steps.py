@@ -15,22 +15,10 @@ import torch
 from torch import nn
 
 from bench.harness.programs import Built, Program, Setting, Tensors
-from bench.suites.zoo import library, padding, pixels, tokens
+from bench.suites.zoo import Called, library, padding, pixels, tokens
 
 TITLE = "Whole steps"
 STEPS, FEW_STEPS = 50, 5  # whose losses are compared; in quick runs
-
-
-class Loss(nn.Module):
-    """A library's model with a loss: tensors go in under these names."""
-
-    def __init__(self, model: nn.Module, *names: str) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**dict(zip(self.names, tensors)), return_dict=False)[0]
-        return loss
 
 
 class Trainer:
@@ -97,7 +85,7 @@ def t5(batch: int = 2, length: int = 256, **sizes: Any) -> Built:
     """T5 small, with a quarter as many words out as in."""
     model = library("T5ForConditionalGeneration", "T5Config", **T5 | sizes)
     words = model.config.vocab_size
-    return Loss(model, "input_ids", "labels"), (tokens(batch, length, words), tokens(batch, length // 4, words))
+    return Called(model, "input_ids", "labels"), (tokens(batch, length, words), tokens(batch, length // 4, words))
 
 
 def bert(batch: int = 2, length: int = 512, dropout: float = 0.0, **sizes: Any) -> Built:
@@ -105,20 +93,20 @@ def bert(batch: int = 2, length: int = 512, dropout: float = 0.0, **sizes: Any) 
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     model = library("BertForMaskedLM", "BertConfig", **{**BERT, **drops, "vocab_size": 8192} | sizes)
     ids = tokens(batch, length, model.config.vocab_size)
-    return Loss(model, "input_ids", "attention_mask", "labels"), (ids, padding(batch, length), ids.roll(1, -1))
+    return Called(model, "input_ids", "attention_mask", "labels"), (ids, padding(batch, length), ids.roll(1, -1))
 
 
 def swin(batch: int = 2, **sizes: Any) -> Built:
     """Swin tiny, its config class's default."""
     model = library("SwinForImageClassification", "SwinConfig", drop_path_rate=0.0, **sizes)
-    return Loss(model, "pixel_values", "labels"), (pixels(batch, model.config.image_size), torch.arange(batch) % 2)
+    return Called(model, "pixel_values", "labels"), (pixels(batch, model.config.image_size), torch.arange(batch) % 2)
 
 
 def gemma(batch: int = 1, length: int = 768, **sizes: Any) -> Built:
     """A decoder as Gemma 2 is: soft caps, grouped heads, windows in every other layer."""
     model = library("Gemma2ForCausalLM", "Gemma2Config", **GEMMA | sizes)
     ids = tokens(batch, length, model.config.vocab_size)
-    return Loss(model, "input_ids", "labels"), (ids, ids)
+    return Called(model, "input_ids", "labels"), (ids, ids)
 
 
 MODELS: Mapping[str, tuple[Callable[..., Built], Mapping[str, Any]]] = {

@@ -64,7 +64,7 @@ def test_a_row_sees_its_own_length_and_no_more(form: str) -> None:
 
 def test_one_graph_serves_every_position_and_is_right() -> None:
     rows = list(decode.measured(CASE, (64, 256), 1, 1))
-    assert len(rows) == 2 * 2 * 3 and max(row["error"] for row in rows) < 1e-4
+    assert len(rows) == 2 * 2 * 4 and max(row["error"] for row in rows) < 1e-4
     passed = [row for row in rows if row["way"] == w.PASS]
     assert all(row["took"] == "cpu_kernel (valid_range)" for row in passed)
     assert all(row["read_bytes"] <= 1.5 * row["valid_bytes"] for row in passed if row["position"] == 256)

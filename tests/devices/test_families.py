@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
+
+import pytest
 
 import attn_pass
 from attn_pass.devices import registry
+from attn_pass.errors import AttnPassWarning
 from attn_pass.targets.flex.flex import _BLOCKS
 from attn_pass.targets.flex.rules import RULES
 from attn_pass.targets.registry import all_targets
@@ -79,3 +83,11 @@ def test_what_families_name_is_there() -> None:
         assert set(family.forms) <= targets, family.name
         assert family.flex_template in {"", *RULES}, family.name
     assert set(RULES) == set(_BLOCKS) == {f.flex_template for f in registry.families() if f.flex_template}
+
+
+def test_a_package_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "attn_pass_no_such_module:Target", "attn_pass.targets")
+    whole = EntryPoint("whole", "builtins:dict", "attn_pass.targets")
+    monkeypatch.setattr(registry, "entry_points", lambda group: [broken, whole])
+    with pytest.warns(AttnPassWarning, match="'broken'.* is left out: it could not be loaded"):
+        assert list(registry.installed_in("attn_pass.targets")) == [{}]

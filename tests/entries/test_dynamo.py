@@ -472,3 +472,56 @@ def test_a_mode_tunes_through_wrap_as_it_does_without(
     attn_pass.wrap("inductor", **given)(symbolic_trace(model), [above_six()], **({"mode": mode} if mode else {}))
     assert [options.tune for options in seen] == [tunes]
     assert pickle.loads(pickle.dumps(attn_pass.wrap("inductor", **given))) == attn_pass.wrap("inductor", **given)
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def test_graphs_that_share_their_metadata_are_decided_one_by_one() -> None:
+    """As DistributedDataParallel's are, which splits a graph by its buckets of parameters."""
+    inner = attn_pass.wrap("eager", choose="fused")
+
+    def in_two_parts(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        first = Snapshot(gm).module()
+        first.meta = gm.meta
+        inner(first, inputs)
+        return inner(gm, inputs)
+
+    q = torch.randn(1, 4, 64, 64)
+    with attn_pass.record() as report, torch.no_grad():
+        torch.compile(attention, backend=in_two_parts)(q, q, q)
+    assert [site.outcome for site in report.sites] == ["rewritten"] * 2
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_settings_of_one_compile_are_seen_by_decisions(by_option: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers as in eager are promised by an option of this compile as well as by Inductor's configuration."""
+
+    def dropped(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout((q @ q.mT * 0.125).softmax(-1), 0.5, True) @ q
+
+    monkeypatch.setattr("attn_pass.entries.dynamo.compile_under", lambda patches, gm, inputs, report: gm.forward)
+    given = {"fallback_random": True} if by_option else {}
+    own = {"choose": "fused", "targets": ("cpu_kernel",), **given}
+    with config.patch(fallback_random=not by_option), attn_pass.record() as report:
+        torch.compile(dropped, backend=attn_pass.backend, options=own)(torch.randn(2, 4, 64, 64))
+    (site,) = report.sites
+    assert site.outcome == "left" and "random numbers" in site.refusals["cpu_kernel"]
+
+
+def keep_options(given: list[Any], gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
+    given.append(options)
+    return gm.forward
+
+
+def test_the_option_that_inductor_has_too_is_left_to_it_unless_it_is_given() -> None:
+    given: list[Any] = []
+    for wrapped in (attn_pass.wrap("inductor"), attn_pass.wrap("inductor", numerics="strict")):
+        with pytest.MonkeyPatch.context() as patched:
+            inner = functools.partial(keep_options, given)
+            patched.setattr(wrapped, "inner", inner)
+            patched.setattr("attn_pass.entries.dynamo.backend", inner)
+            wrapped(torch.fx.symbolic_trace(torch.nn.Identity()), [])
+    assert "numerics" not in given[0] and given[1]["numerics"] == "strict"
+    assert attn_pass.wrap("inductor") != attn_pass.wrap("inductor", numerics="default")

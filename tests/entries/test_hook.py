@@ -204,7 +204,7 @@ def test_identity_follows_sources_options_devices_and_torch(monkeypatch: pytest.
     assert identity == installed.uuid() == again.uuid()
     assert pickle.dumps(installed) == pickle.dumps(RewritePass(make_options()))
     assert RewritePass(make_options(choose="fused")).uuid() != identity
-    for fact in ("_sources", "_devices"):
+    for fact in ("package_sources", "_devices"):
         with monkeypatch.context() as changed:
             changed.setattr(f"attn_pass.entries.identity.{fact}", lambda: "another")
             assert installed.uuid() != identity
@@ -224,3 +224,35 @@ def test_a_body_and_a_decided_graph_are_passed_over(monkeypatch: pytest.MonkeyPa
     hook(gm.graph)
     hook(gm.graph)
     assert engine.programs == ["aoti"]
+
+
+class Causal(torch.nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("lower", torch.ones(64, 64, dtype=torch.bool).tril(), persistent=persistent)
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT * 0.125).masked_fill(~self.lower, float("-inf")).softmax(-1) @ q
+
+
+@pytest.mark.parametrize("assumed", [True, False])
+def test_buffers_are_known_in_the_hook_as_elsewhere(assumed: bool) -> None:
+    hook = RewritePass(make_options(choose="fused", assume_constant_buffers=assumed))
+
+    def run(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        hook(gm.graph)
+        return gm.forward
+
+    with attn_pass.record() as report, torch.no_grad():
+        torch.compile(Causal(persistent=True), backend=run)(torch.randn(1, 4, 64, 64))
+    assert [site.mask == "causal" for site in report.sites] == [assumed]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_constants_of_exported_programs_are_known_in_the_hook(persistent: bool) -> None:
+    x = torch.randn(2, 4, 64, 64)
+    batch = {0: torch.export.Dim("batch")}
+    module = torch.export.export(Causal(persistent), (x,), dynamic_shapes=(batch,)).module()
+    with attn_pass.record() as report, torch.no_grad():
+        RewritePass(make_options(choose="fused"))(module.graph)
+    assert [site.mask == "causal" for site in report.sites] == [not persistent]

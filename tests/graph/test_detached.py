@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from against_eager import qkv, same
+from against_eager import qkv, randn, same
 from torch import Tensor
 
 from attn_pass.devices.cpu.kernel import build
@@ -31,3 +31,14 @@ def of_an_operand(q: Tensor, k: Tensor, v: Tensor) -> Any:
 def test_gradients_flow_until_it_is_detached(fn: Callable[..., Any], aot: bool) -> None:
     (site,) = same(fn, *qkv(q_len=64, kv_len=64, grad=True), grad=True, targets=("cpu_kernel",), aot=aot).sites
     assert "detached in place" in site.reason if fn is not of_an_operand else site.outcome == "rewritten"
+
+
+def with_indices(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Any:
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out, logits.argmax(-1).detach_(), (logits > 0).detach_()
+
+
+@pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+def test_what_has_no_gradient_may_be_detached() -> None:
+    inputs = qkv(q_len=64, kv_len=64, grad=True)
+    same(with_indices, *inputs, randn(2, 8, grad=True), grad=True, targets=("cpu_kernel",), rewritten=1)

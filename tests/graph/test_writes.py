@@ -210,7 +210,11 @@ def test_a_function_from_elsewhere_may_write_all_it_gets() -> None:
         (lambda x, y: x.normal_(), False, True),
         (lambda x, y: torch.bernoulli(x.sigmoid()), False, True),
         (lambda x, y: x + y, False, False),
-        (lambda x, y: F.scaled_dot_product_attention(x, y, y, dropout_p=0.5), False, False),
+        (lambda x, y: F.scaled_dot_product_attention(x, y, y, dropout_p=0.5), False, True),
+        (lambda x, y: F.scaled_dot_product_attention(x, y, y, None, 0.5), False, True),
+        (lambda x, y: F.scaled_dot_product_attention(x, y, y, dropout_p=0.0), False, False),
+        (lambda x, y: F.scaled_dot_product_attention(x, y, y), False, False),
+        (lambda x, y: torch.ops.aten.scaled_dot_product_attention.default(x, y, y, None, 0.5), False, True),
     ],
 )
 def test_what_draws_random_numbers(program: Program, draws: bool, may: bool) -> None:

@@ -113,7 +113,7 @@ def test_one_site_that_fails_concerns_no_other(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(decision, "choose", fails_first)
     report, reported = compiled_with()
-    assert [s.outcome for s in report.sites] == ["left", "rewritten"] or len(report.sites) == 2
+    assert sorted(s.outcome for s in report.sites) == ["left", "rewritten"]
     assert len(reported) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_record_of_another_shape_is_measured_again(
     with attn_pass.record() as report, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", AttnPassWarning)
         torch.compile(two_sites, backend=attn_pass.wrap("aot_eager", tune=True))(*qkv(2, 3, 9, 9, 8))
-    assert all(s.measured_us for s in report.sites)
+    assert len(report.sites) == 2 and all(s.measured_us for s in report.sites)
 
 
 def test_many_writers_leave_a_whole_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

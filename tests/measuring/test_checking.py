@@ -78,6 +78,17 @@ def test_the_script_shows_the_difference_by_itself(
     assert apart > 0.01 and "without_mask compiles it" in Path(site.script).read_text()
 
 
+def test_the_script_of_a_backend_without_a_name_asks_for_it() -> None:
+    def of_no_name(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return without_mask(gm, inputs)
+
+    (site,) = attn_pass.check(causal, *heads(), backend=of_no_name).wrong
+    with pytest.raises(SystemExit, match="set `backend` in this file"):
+        runpy.run_path(site.script, run_name="__main__")
+    text = Path(site.script).read_text()
+    assert "backend = None" in text and "'of_no_name'" in text
+
+
 def test_a_program_that_is_wrong_elsewhere_is_told() -> None:
     def scaled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [str(node.target) for node in gm.graph.nodes]

@@ -210,9 +210,10 @@ def test_copies_around_an_attention_to_other_rows_are_counted(monkeypatch: pytes
     """With a device whose copies take no time, finding the rows alone is left."""
     costs = []
 
-    def counted(proof: Any, device: Any, hint: Any) -> Any:
+    def counted(proof: Any, device: Any, *given: Any, **more: Any) -> Any:
         free = replace(device, kernel_us=0.0, memory_gbytes=float("inf"))
-        costs.append((cost.cost_of(proof, device, hint).finding, cost.cost_of(proof, free, hint).finding))
+        found = (cost.cost_of(proof, on, *given, **more).finding for on in (device, free))
+        costs.append(tuple(found))
         return cost.Cost(1.0, 0.0, 0.0)
 
     monkeypatch.setattr(regions, "cost_of", counted)

@@ -101,7 +101,7 @@ def test_a_region_whose_number_of_rows_torch_asks_for_is_left(monkeypatch: pytes
     compiled = torch.compile(Encoder(first, layers=1).eval(), backend=attn_pass.wrap("eager", on_error="raise", **OWN))
     with torch.no_grad(), attn_pass.record() as report:
         compiled(ids(), masks()[0])
-    assert "the number of rows while it compiles" in report.regions[0].reason
+    assert "the number of rows at compile time" in report.regions[0].reason
 
 
 class PackedLate(Encoder):

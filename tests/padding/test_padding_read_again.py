@@ -139,6 +139,7 @@ def test_keys_of_a_cross_attention_within_the_region_are_those_of_its_own_mask()
     want = step(wide, wide, *inputs)
     assert "packed" in [region.outcome for region in report.regions]
     for name, value in got.items():
+        assert (value is None) == (want[name] is None), name
         assert value is None or torch.allclose(value.double(), want[name], atol=1e-4), name  # type: ignore[arg-type]
 
 

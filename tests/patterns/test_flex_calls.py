@@ -719,3 +719,22 @@ def test_a_call_in_a_checkpoint() -> None:
             return torch.utils.checkpoint.checkpoint(fn, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
 
         assert site_of(run, *qkv(1, 2, N, N), reference=False).mask == mask
+
+
+def test_a_mask_that_cannot_be_read_concerns_its_own_call() -> None:
+    """A table that is turned in place: the call stays or is rewritten, and nothing of it is left behind."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.ones(N, N, dtype=torch.bool).triu().t_()
+        made = create_block_mask(lambda b, h, i, j: keep[i, j], None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        return flex_attention(q, k, v, block_mask=made)
+
+    inputs = qkv(q_len=N, kv_len=N)
+    with torch.no_grad(), attn_pass.record() as report:
+        got = torch.compile(run, backend=attn_pass.wrap("eager", on_error="raise", **FUSED))(*inputs)
+    (site,) = report.sites
+    assert site.form == "flex_attention"
+    hidden = torch.ones(N, N, dtype=torch.bool).triu(1)
+    q, k, v = (x.double() for x in inputs)
+    want = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from against_eager import compiler
 
 import attn_pass
 from attn_pass.report.record import Report
@@ -33,9 +34,8 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[An
     torch._dynamo.reset()
     torch.manual_seed(0)
     with attn_pass.record() as report:
-        got = torch.compile(
-            function, backend=attn_pass.wrap("aot_eager_default_partitioner", **OPTIONS), fullgraph=True
-        )(*inputs)
+        backend = attn_pass.wrap(compiler(any(x.requires_grad for x in inputs)), **OPTIONS)
+        got = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
     return got, report
 
 

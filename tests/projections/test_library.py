@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import padded_encoders as padded
 import pytest
 import torch
 from torch import Tensor, nn
@@ -379,3 +380,26 @@ def test_a_second_try_without(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     (record,) = report.linear_layers
     assert record.library == "" and "could not lower" in record.reason and len(report.rewritten) == 1
+
+
+def test_rows_of_padding_may_all_be_there() -> None:
+    """The number of packed rows is known at run time only, and counts as that of all rows, not as a small one."""
+    asked: list[LinearLayer] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(rules, "is_faster_on_amd", lambda layer: asked.append(layer))
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(padded.Encoder(padded.first, layers=1).eval(), backend=Decided(targets=("cpu_kernel",)))(
+                padded.ids(), padded.masks()[0]
+            )
+    packed = {layer.rows for layer in asked if not layer.has_static_rows and layer.features == padded.E}
+    assert packed == {padded.B * padded.L}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_code_for_a_new_number_of_rows_is_counted_where_onednn_multiplies(dtype: torch.dtype) -> None:
+    layer = LinearLayer(dtype, 4096, E, E, True, False, False, is_constant=False)
+    half = dtype != torch.float32
+    assert (rules.new_rows_us(layer, chooses=True) > 0, rules.new_rows_us(layer, chooses=False) > 0) == (True, half)
+    assert rules.new_rows_us(replace(layer, is_constant=True), chooses=False) > 0
+    assert (rules.new_rows_us(replace(layer, rows=1), chooses=True) > 0) == half

@@ -43,7 +43,7 @@ class Watched(Projected):
         return super().attend(q, k.detach(), v) * (k.argmax(-1, keepdim=True) > 0).to(q.dtype)
 
 
-SOME = "a gradient comes to some of its layers only, and the others' parameters would get one of zeros"
+SOME = "only some of its layers get a gradient, and the parameters of the others would get zeros"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_a_result_that_is_returned_keeps_its_memory() -> None:
         assert got.stride() == wanted.stride()
     by_outcome = {r.outcome: r for r in traced.records}
     assert by_outcome["joined"].roles == ("query", "key") and by_outcome["left"].roles == ("value",)
-    assert by_outcome["left"].reason == "something can tell where its result lies in memory"
+    assert by_outcome["left"].reason == "the memory layout of its result is observable"
 
 
 class Turned(Projected):
@@ -221,3 +221,42 @@ def test_what_a_frozen_package_would_be() -> None:
         with torch._inductor.config.patch(freezing=frozen):
             report = attn_pass.explain(model, x, attn_pass_aot=True, attn_pass_options={"choose": "fused"})
         assert [r.outcome for r in report.projections] == [outcome]
+
+
+class OnALayerOfAnother(Projected):
+    """The input of the second attention's layers is one of the first's, which is replaced before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.z, self.q2 = nn.Linear(E, E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, z = self.q(x), self.z(x)
+        return self.attend(q, z, z) + self.attend(self.q2(z), self.k(z), self.v(z))
+
+
+def test_a_layer_that_is_joined_is_the_input_of_others() -> None:
+    records = compared(OnALayerOfAnother()).records
+    assert [(r.outcome, r.roles) for r in records][-1] == ("joined", ("query", "key", "value"))
+    assert sum(r.outcome == "joined" for r in records) == 2
+
+
+class ZerosOfALaterProduct(nn.Module):
+    """The first group's first layer stays apart, so that its product stands behind that of the second group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (Projected((True, True, False)) for _ in range(2))
+
+    def forward(self, one: Tensor, two: Tensor) -> tuple[Tensor, Tensor]:
+        key = self.a.k(one)
+        b = self.b.attend(self.b.q(two), self.b.k(two), self.b.v(two))
+        return self.a.attend(self.a.q(one), key, self.a.v(one)) + b, key
+
+
+def test_zeros_for_missing_biases_are_each_group_s_own() -> None:
+    inputs = (torch.randn(B, L, E), torch.randn(B, L, E))
+    model = ZerosOfALaterProduct()
+    traced = Traced(model)
+    torch.testing.assert_close(traced(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+    assert sum(r.outcome == "joined" for r in traced.records) == 2

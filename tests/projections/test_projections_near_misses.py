@@ -69,7 +69,8 @@ class WrittenInput(Projected):
 def test_an_input_that_is_written_between() -> None:
     model, x = WrittenInput(), torch.randn(B, L, E)
     records = compared(model, x).records
-    assert all("query" not in role for r in records for role in r.roles if r.outcome == "joined")
+    assert {r.reason for r in records if r.roles != ("query",)} == {"its input is written between the products"}
+    assert all(r.outcome == "left" for r in records)
 
 
 class WrittenBefore(Projected):
@@ -116,7 +117,7 @@ def test_a_weight_that_the_program_writes() -> None:
     got = traced(x)
     model.k.weight.data.copy_(before)
     torch.testing.assert_close(got, model(x))
-    assert all("key" not in role for r in traced.records for role in r.roles if r.outcome == "joined")
+    assert [r.roles for r in traced.records if r.outcome == "joined"] == [("query", "value")]
 
 
 class Computed(Projected):
@@ -151,7 +152,7 @@ class ByColumns(Projected):
 
 
 def test_weights_by_columns() -> None:
-    assert set(left(ByColumns())) == {"its weight lies by columns, which is no linear layer's"}
+    assert set(left(ByColumns())) == {"its weight is stored by columns, unlike a linear layer's"}
 
 
 class Passed(Projected):

@@ -377,7 +377,7 @@ MEMORY = "the memory of a weight or a bias is shared, mapped from a file, or hel
         (_shared, MEMORY),
         (_of_numpy, MEMORY),
         (_part, MEMORY),
-        (_turned, "a weight or a bias is not dense, or does not end where vectors end"),
+        (_turned, "a weight or a bias is not contiguous, or its size is not a multiple of 64 bytes"),
     ],
 )
 def test_what_keeps_memory_where_it_is(change: Callable[[Any], None], reason: str) -> None:
@@ -396,7 +396,8 @@ def test_a_subclass_keeps_its_memory() -> None:
         pass
 
     assert (
-        refusal([nn.Parameter(torch.randn(E, E)), Own(torch.randn(E, E))]) == "a weight or a bias is no plain parameter"
+        refusal([nn.Parameter(torch.randn(E, E)), Own(torch.randn(E, E))])
+        == "a weight or a bias is not a plain parameter"
     )
 
 

@@ -8,12 +8,24 @@ what is installed: the folder is one for each version of torch. An error is neve
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 LARGE = 1 << 26  # bytes: libraries and headers that are already compiled, which torch finds again by itself
+# What torch says in a source: where the wrapper lies, and behind it the commands of each compile that there was.
+_SAID = re.compile(
+    rb"\A// Triton kernels are embedded as comments in [^\n]*\n"
+    rb"|\n// Compile cmd\n//[^\n]*\n// Link cmd\n//[^\n]*(?=\n|\Z)"
+)
+
+
+def contents(file: Path) -> bytes:
+    """Of a source without what is said there of earlier compiles."""
+    read = file.read_bytes()
+    return _SAID.sub(b"", read).strip() if file.suffix == ".cpp" else read
 
 
 def key_of(compiler: str, arguments: list[str], at: int) -> str:
@@ -27,7 +39,7 @@ def key_of(compiler: str, arguments: list[str], at: int) -> str:
         elif argument.startswith("-") or not file.is_file() or file.stat().st_size > LARGE:
             parts.append(argument)
         else:
-            parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
+            parts.append(hashlib.sha256(contents(file)).hexdigest())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -63,7 +63,7 @@ ROWS: dict[str, tuple[bool, dict[str, Any], str]] = {
     "cpu, dropout, by torch": (
         False,
         {"dtype": HALF, "dropout": 0.1, "device": "cpu", "targets": ("sdpa",)},
-        "no fused CPU kernel has dropout",
+        "torch's fused CPU kernel has no dropout",
     ),
 }
 

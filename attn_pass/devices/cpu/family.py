@@ -21,7 +21,7 @@ from attn_pass.devices.cpu.cpu_kernel import CpuKernel
 from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set, is_amd
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import build, source
-from attn_pass.devices.cpu.linear.rules import faster_linear
+from attn_pass.devices.cpu.linear.rules import faster_linear, new_rows_us
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.graph.values import Sizes
@@ -86,6 +86,10 @@ class Cpu(Family):
     def faster_linear(self, layer: LinearLayer) -> FasterLinear | None:
         """By oneDNN, on processors where that was measured."""
         return faster_linear(layer)
+
+    def new_rows_us(self, layer: LinearLayer, *, chooses: bool) -> float:
+        """OneDNN's, which makes code for each number of rows."""
+        return new_rows_us(layer, chooses=chooses)
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Parts of masks that are broadcast are computed once."""

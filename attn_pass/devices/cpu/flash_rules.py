@@ -13,7 +13,7 @@ CPU_FLASH = KernelRules(
         dtype_rule(torch.float32, torch.float64, *HALF),
         Rule(
             "dropout",
-            lambda c: f"dropout {c.attention.dropout:g}: no fused CPU kernel has dropout",
+            lambda c: f"dropout {c.attention.dropout:g}: torch's fused CPU kernel has no dropout",
             lambda c: not c.attention.dropout,
             f"check_for_dropout in {CHECKS}",
         ),

@@ -193,7 +193,7 @@ def _takes_head_dim(size: Index) -> bool:
 def _read_singly(a: Attention) -> str | None:
     for name, load, dims in (("keys", a.key, (a.dim,)), ("values", a.value, a.value_dim)):
         if not _begins_in_vectors(a, load, dims):
-            return f"the {name} have strides that are not multiples of {_VECTOR}, and would be read singly"
+            return f"the {name} have strides that are not multiples of {_VECTOR}, and would be loaded one by one"
     return None
 
 

@@ -5,7 +5,7 @@ the device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causa
 
 Becomes: in inference the operator that the library registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D)
 views, in training its function ``flash_attn_func``. Head dims that differ or are not multiples of 8 are padded with
-zeros. The model adds 20 us per call for its Python: where torch's own kernels can do the same, they are cheaper.
+zeros. The cost model adds 20 us per call for the Python wrapper, so torch's own kernels win where they can do the same.
 
 Offers if the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16 and
 bfloat16. In training it needs torch.compile, and slopes that are not learned. It is not offered for ``aot_compile``,

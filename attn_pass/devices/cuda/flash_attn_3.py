@@ -4,7 +4,7 @@ Becomes: in inference the operator that its Python registers, ``flash_attn_3::_f
 views without copies, in training its function ``flash_attn_func``. The kernel supports grouped heads, windows
 and causal masks aligned to the last key, and soft caps (with the device's own tanh), but no ALiBi, mask tensor, dropout
 or sinks. Head dims are padded with zeros to a multiple of 8, and to each other unless the kernel supports that pair.
-The model adds 20 us per call for its Python.
+The cost model adds 20 us per call for the Python wrapper.
 
 The operators below it, ``flash_attn_3::fwd`` and ``bwd``, are C++ with a stable ABI, but no graph can hold ``fwd``: its
 schema says that the result aliases an argument, which torch's functionalization refuses for operators that are not its

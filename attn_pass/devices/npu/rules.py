@@ -105,7 +105,7 @@ def _mask_needs_grad(a: Attention) -> bool:
 
 RULES: tuple[Constraint[Case], ...] = (
     AFFINE,
-    Rule("sink", "a sink is not used until it is seen on hardware", lambda c: c.attention.sink is None),
+    Rule("sink", "sinks are not used before they have been tested on hardware", lambda c: c.attention.sink is None),
     Rule(
         "gradient",
         "the inference operator has no gradient",
@@ -134,7 +134,7 @@ RULES: tuple[Constraint[Case], ...] = (
     Rule("dropout", "the inference operator has no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
     Rule(
         "dropout",
-        lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot say",
+        lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot express",
         lambda c: 0 <= c.attention.dropout < 1,
     ),
     RANDOM_NUMBERS,

@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.attention.compute_dtype in (torch.bfloat16, torch.float32),
     ),
     Rule("dropout", "the Pallas kernels have no dropout", lambda c: not c.attention.dropout),
-    Rule("sink", "the Pallas kernels are given no sink here", lambda c: c.attention.sink is None),
+    Rule("sink", "attn_pass does not pass sinks to the Pallas kernels", lambda c: c.attention.sink is None),
     Rule(
         "static sizes",
         "a size is not known when the graph is compiled, and the kernel's tiles follow from all of them",

@@ -157,7 +157,7 @@ def drawing_of(gm: GraphModule) -> tuple[str, str]:
     try:
         import pydot  # noqa: F401  what the drawer builds on
     except ImportError:
-        return "", "torch.fx's drawer needs pydot: pip install 'attn-pass[inspect]'"
+        return "", "torch.fx's drawer needs pydot: pip install pydot"
     number = len(gm.graph.nodes)
     if number > MOST_DRAWN:
         return "", f"it has {number} nodes, and a drawing of more than {MOST_DRAWN} is not legible"

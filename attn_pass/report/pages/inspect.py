@@ -98,7 +98,7 @@ class _Folder:
             code = _of_graph(graph, rest_code, alone)
             own_functions = _of_graph(graph, rest_functions, alone)
             sections.append(self._graph(number, graph, code, own_functions, draw=draw))
-        rest = Section("Also compiled meanwhile, for none of the graphs above")
+        rest = Section("Also compiled in the meantime, for none of the graphs above")
         self._outputs(rest, "other", rest_code, "Inductor's code")
         self._outputs(rest, "other", rest_functions, "a function as Dynamo runs it")
         remarks = [*([] if collection.graphs else [_NONE_DECIDED]), *outputs.remarks, *filter(None, [why_none])]
@@ -115,7 +115,7 @@ class _Folder:
         self._file(section, f"{name}/after.py", lambda: graph.after, "the graph after it")
         self._file(section, f"{name}/changes.diff", lambda: _diff(graph), "the difference")
         if graph.was_undone:
-            section.missing.append("The compiler did not take after.py: what runs is before.py.")
+            section.missing.append("The compiler rejected after.py; before.py runs instead.")
         if functions_of_scores := _score_functions(graph):
             self._file(
                 section, f"{name}/score_functions.py", lambda: functions_of_scores, "what FlexAttention was given"
@@ -148,7 +148,7 @@ class _Folder:
         except (subprocess.SubprocessError, OSError) as error:
             section.missing.append(f"The graph was not drawn: {str(error).splitlines()[0][:200]}.")
             return
-        self._file(section, name, lambda: drawn.stdout.decode(), "the graph as it was handed on, drawn")
+        self._file(section, name, lambda: drawn.stdout.decode(), "a drawing of the graph passed to the compiler")
 
     def _file(self, section: Section, name: str, make: Callable[[], str], description: str) -> None:
         """Write one file; a failure is one warning and concerns no other."""

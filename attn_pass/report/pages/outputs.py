@@ -96,7 +96,7 @@ def decompiled(outputs: Outputs) -> tuple[list[Output], str]:
     try:
         import depyf
     except ImportError:
-        return [], "decompiling bytecode needs depyf: pip install 'attn-pass[inspect]'"
+        return [], "decompiling bytecode needs depyf: pip install depyf"
     texts = []
     for old, new, compile_id in outputs.functions:
         try:

@@ -245,7 +245,7 @@ def _refusal_of_range(a: Attention, function: Function, setting: Setting) -> str
     if template_name(setting) != "triton" or a.needs_grad:
         return "blocks of valid keys are listed in inference, for CUDA devices"
     if function.mask is None or function.parts_are_exact:
-        return "what is masked is left to the score function: every block counts"
+        return "the score function does the masking, so every block counts"
     if len(conjunctions(function.parts)) != 1:
         return "blocks of valid keys are not listed beside alternatives"
     return None

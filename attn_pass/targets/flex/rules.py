@@ -129,7 +129,7 @@ def _may_be_nan(c: Case) -> bool:
 _NO_HOOK = Rule(
     "hook",
     # NotImplementedError in CppFlexAttentionTemplate.render if what follows is fused into it (torch 2.13.0).
-    lambda c: "inside Inductor's hook nothing keeps Inductor from fusing what follows into the kernel, and failing",
+    lambda c: "inside Inductor's hook, Inductor may try to fuse later operations into the kernel, and fail",
     lambda c: c.setting.runner != "hook",
 )
 _HAS_VECTORS = Rule(

@@ -385,24 +385,33 @@ def test_sizes_that_do_not_go_together_are_refused() -> None:
         OPERATOR(query, key, key, 0.3, score="add(x, captured(1))", captured=[operand(5, 7)])
 
 
-def test_a_folder_that_cannot_be_written_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
-    (tmp_path / "kernels").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # as for another user than root
+@pytest.mark.parametrize("known", [True, False])
+def test_a_folder_that_cannot_be_written_is_not_used(
+    known: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Or is full, or that of a user without a home folder."""
     built: list[Path] = []
 
     def build_nothing(text: str, command: tuple[str, ...], library: Path) -> None:
         built.append(library)
+        if library.is_relative_to(tmp_path):
+            raise OSError("No space left on device")
         raise build.NoCompilerError("not now")
 
+    def folder() -> Path:
+        if known:
+            return tmp_path
+        raise RuntimeError("the home folder of this user is not known")
+
     monkeypatch.setattr(build, "_build", build_nothing)
+    monkeypatch.setattr(build.disk_cache, "folder", folder)
     build.entry.cache_clear()
     try:
         with pytest.raises(build.NoCompilerError):
             build.entry(torch.float32)
     finally:
         build.entry.cache_clear()
-    assert built and tmp_path not in built[0].parents
+    assert len(built) == 1 + known and not built[-1].is_relative_to(tmp_path)
 
 
 def test_compilers_know_the_names_of_the_instruction_sets() -> None:

@@ -111,6 +111,7 @@ def test_the_log_sum_exp_beside_the_result_and_each_alone() -> None:
             assert_close(torch.compile(fn)(*few_rows()), fn(*few_rows()))
 
 
+@pytest.mark.usefixtures("for_this_machine")
 @torch._inductor.config.patch("cpp.enable_kernel_profile", True)
 def test_the_log_sum_exp_in_a_package_whose_kernels_a_profile_shows(tmp_path: Path) -> None:
     class Model(nn.Module):

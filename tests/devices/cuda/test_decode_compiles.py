@@ -19,6 +19,7 @@ from once import once
 
 triton = pytest.importorskip("triton")
 
+from attn_pass.compat import TORCH_VERSION  # noqa: E402
 from attn_pass.devices.cuda.decode_operator import Room, Tiles, tiles_for  # noqa: E402
 
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -58,9 +59,10 @@ def test_they_fit(capability: int) -> None:
     for kernel in tight:
         assert kernel["shared"] <= SHARED[capability] and kernel["spilled"] <= spilled, kernel["constants"]
         assert re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", kernel["ptx"])
-        assert kernel["signature"]["scale"] == "fp64"  # a Python float, whatever a launch in eager mode makes of it
-    for kernel in kernels(capability, "join"):
-        assert kernel["spilled"] == 0
+        # A Python float, whatever a launch in eager mode makes of it; narrowed since torch 2.15.
+        assert kernel["signature"]["scale"] == ("fp64" if TORCH_VERSION < (2, 15) else "fp32")
+    joins = [kernel["spilled"] for kernel in kernels(capability, "join")]
+    assert joins and not any(joins)
 
 
 @inductor

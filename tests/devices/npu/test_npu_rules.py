@@ -39,7 +39,7 @@ MASKED = {"keep": described.HIDDEN}
 # An operator, an attention it takes, one that differs in what a rule is about alone, and what it then says.
 SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (INFERENCE, {}, {"not_affine": "the scores go through tanh"}, "tanh"),
-    (TRAINING, {}, {"sink": Const(1.0)}, "a sink"),
+    (TRAINING, {}, {"sink": Const(1.0)}, "sinks are not used"),
     (INFERENCE, {}, {"grad": True}, "has no gradient"),
     (INFERENCE, {"program": "export"}, {"program": "export", "may_need_grad": True}, "requires_grad_(False)"),
     (INFERENCE, {"dtype": torch.float16}, {"dtype": FP32}, "half precision"),
@@ -47,7 +47,7 @@ SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (TRAINING, {"dtype": FP32, "autocast": FP32}, {"dtype": FP32, "autocast": BF16}, "autocast to bfloat16"),
     (INFERENCE, {"allowed_backends": ("FLASH_ATTENTION",)}, {"allowed_backends": ("MATH",)}, "allows only MATH"),
     (INFERENCE, {"dropout": 0.0}, {"dropout": 0.1}, "has no dropout"),
-    (TRAINING, {"dropout": 0.99}, {"dropout": 1.0}, "keep_prob cannot say"),
+    (TRAINING, {"dropout": 0.99}, {"dropout": 1.0}, "keep_prob cannot express"),
     (TRAINING, {"same_random_numbers": True}, {"same_random_numbers": True, "dropout": 0.1}, "fallback_random"),
     (TRAINING_V1, {"dropout": 0.0}, {"dropout": 0.1}, "the seed"),
     (TRAINING_V1, {"runner": "other"}, {"runner": "inductor"}, "torch_npu's Inductor puts npu_fusion_attention_v3"),

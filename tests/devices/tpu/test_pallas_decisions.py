@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
     "a length not known": (by_hand, LONG, {"growing": True}, "not known when the graph is compiled", "not known"),
     "soft caps": (capped, LONG, {}, "a soft cap", "a soft cap"),
     "a size of 0": (by_hand, (0, 2, 2, 64, 64, 64), {}, "a size is 0", "a size is 0"),
-    "a sink": (with_sink, LONG, {"extra": (torch.empty(16, dtype=BF16, device="meta"),)}, "no sink", "no sink"),
+    "a sink": (with_sink, LONG, {"extra": (torch.empty(16, dtype=BF16, device="meta"),)}, "not pass sinks", "not pass sinks"),
     "a scale too small for a mask": (
         functools.partial(scaled, scale=1e-8),
         LONG,

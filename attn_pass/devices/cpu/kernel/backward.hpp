@@ -321,6 +321,7 @@ template <class T> void back_task(const void* job, i64 task) {
       }
       head_back<T>(j, all, {b, hk}, next.b < end_b ? &next : nullptr, split, memory);
     }
+  task_arena().give_back();
 }
 
 // ---- parts joined in order
@@ -498,7 +499,8 @@ template <class T> void attend_backward(const BackwardArgs& given) {
   if (!given.a.offsets.data) return backward_whole<T>(given);
   const int threads = threads_for(given.a);
   const i64 tasks = given.a.segments * given.a.HK;
-  const bool each = tasks >= 4 * threads;  // as the forward has it
+  const i64 inner = std::min<i64>(TASKS, given.a.L / std::max<i64>(1, given.a.segments) / (PANEL * BACK_PANELS));
+  const bool each = tasks >= 4 * threads || tasks >= inner;  // as the forward has it
   const BackSegments j = {given, each ? 1 : threads};
   run_tasks(tasks, segment_back<T>, &j, each ? threads : 1);
 }

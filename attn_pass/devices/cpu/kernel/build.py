@@ -111,23 +111,24 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
     text = f"{kernel_source(sets, checked(score) if score else score, kernel)}\n{function}"
     command = (compiler(), *_FLAGS, *_THREADS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
-    folder = disk_cache.folder() / "kernels"
-    library = folder / f"attention_{ELEMENTS[dtype].lower()}_{name}.so"
-    if not library.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            writable = os.access(folder, os.W_OK)
-        except OSError:
-            writable = False
-        if not writable:
-            folder = Path(tempfile.mkdtemp(prefix="attn_pass"))
-            library = folder / library.name
-        with FileLock(folder / f"{library.name}.lock"):
-            if not library.exists():
-                _build(text, command, library)
+    file = f"attention_{ELEMENTS[dtype].lower()}_{name}.so"
+    try:
+        library = _built(text, command, disk_cache.folder() / "kernels" / file)
+    except (OSError, RuntimeError):  # it cannot be written, is full, or the home folder is not known
+        library = _built(text, command, Path(tempfile.mkdtemp(prefix="attn_pass")) / file)
     attend = ctypes.CDLL(str(library)).attend
     attend.restype = None
     return attend
+
+
+def _built(text: str, command: tuple[str, ...], library: Path) -> Path:
+    """The library, built if it is not there."""
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(library.with_suffix(".so.lock")):
+            if not library.exists():
+                _build(text, command, library)
+    return library
 
 
 def _build(text: str, command: tuple[str, ...], library: Path) -> None:

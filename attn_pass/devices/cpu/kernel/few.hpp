@@ -375,7 +375,9 @@ template <class T> void attend_type(const Args& a) {
   if (!a.offsets.data) return attend_whole<T>(a);
   const int threads = threads_for(a);
   const i64 tasks = a.segments * a.HK;
-  const bool each = tasks >= 4 * threads;  // one thread for a task; else all threads for one task after the other
+  // One thread for a task, unless the tasks are fewer than what one of them can be divided into: then all for each.
+  const i64 inner = a.H / a.HK * (a.L / std::max<i64>(1, a.segments)) / ROWS;
+  const bool each = tasks >= 4 * threads || tasks >= inner;
   const Segments j = {a, each ? 1 : threads};
   run_tasks(tasks, segment_task<T>, &j, each ? threads : 1);
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from attn_pass.compat import GRADIENT_AT_BOUND
+
 _TOKEN = re.compile(r"[a-z_]+|[-+]?(?:INFINITY|NAN|[0-9.]+(?:e[-+]?[0-9]+)?f?)|[(),]")
 
 
@@ -112,14 +114,13 @@ def _neg(one: Term) -> Term:
 
 
 def _of_maximum(score: Term, n: int, gradient: Term) -> Term:
-    """All of it to the larger argument, half to each where both are equal; all to what is clamped to the second one."""
+    """All of it to the larger argument; where both are equal half to each, or what a clamp to the second one passes."""
     mine, other = score.args[n], score.args[1 - n]
     ahead, behind = Term("sub", (mine, other)), Term("sub", (other, mine))
     bound = score.args[1].args[0] if score.args[1].name == "neg" else score.args[1]
-    if bound.name in ("number", "captured"):
-        where_equal = ZERO if n else gradient
-    else:
-        where_equal = _mul(gradient, HALF)
+    at_number, at_tensor = GRADIENT_AT_BOUND
+    share = {"number": at_number, "captured": at_tensor}.get(bound.name, 0.5)
+    where_equal = {0.0: ZERO, 0.5: _mul(gradient, HALF), 1.0: gradient}[1.0 - share if n else share]
     return Term("where", (ahead, gradient, Term("where", (behind, ZERO, where_equal))))
 
 

@@ -17,6 +17,7 @@ _FEWEST_WEIGHTS = 1 << 18
 _LEAST_WORK = 1e8
 _LEAST_WORK_OF_ANY_ROWS = 2e8  # oneDNN makes code for each number of rows that it meets first, 0.6 ms each time
 _FEWEST_ROWS_BY_COLUMNS = 4
+_CODE_US, _CODE_US_HALF = 600.0, 1000.0  # measured: 0.6 ms in float32, 0.7 to 2.2 ms in bfloat16
 _NO_MKL = "oneDNN is faster than MKL on this processor"
 _NO_COPY = "oneDNN adds the bias without a copy of it"
 
@@ -28,6 +29,17 @@ def faster_linear(layer: LinearLayer) -> FasterLinear | None:
     if not is_faster_on_amd(layer):
         return None
     return _by_onednn(_NO_MKL if layer.dtype == torch.float32 else _NO_COPY)
+
+
+def new_rows_us(layer: LinearLayer, *, chooses: bool) -> float:
+    """What oneDNN's code for a number of rows takes, which it makes for each size of weights; 0 where MKL multiplies.
+
+    In half precision oneDNN always multiplies; in float32 where `faster_linear` decides so, and in a frozen program.
+    """
+    if layer.dtype.itemsize == 2:
+        return _CODE_US_HALF
+    given = layer.is_constant or (chooses and faster_linear(layer) is not None)
+    return _CODE_US if layer.dtype == torch.float32 and given else 0.0
 
 
 def is_faster_on_amd(layer: LinearLayer) -> bool:
