@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import attn_pass
+from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices import registry
 
 
@@ -47,6 +48,8 @@ def test_every_family_with_sheets_is_asked() -> None:
 
 @pytest.mark.parametrize(("form", "empty"), CASES)
 def test_every_device_decides(form: Callable[..., Tensor], empty: str) -> None:
+    if TORCH_VERSION < (2, 13) and form is F.scaled_dot_product_attention and empty == "no heads":
+        pytest.skip("torch's own call divides by zero")
     query, key = (torch.randn(shape) for shape in EMPTY[empty])
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
