@@ -92,7 +92,16 @@ def cost_of(
             dtype = weight.dtype if result is None else result.dtype  # autocast multiplies in its own
             us += 2e-3 * rows * numbers / device.matmul(dtype)
             features, width = map(int, reversed(weight.shape))
-            layer = LinearLayer(dtype, rows, features, width, True, False, False, is_constant=frozen)
+            layer = LinearLayer(
+                dtype=dtype,
+                rows=rows,
+                features=features,
+                width=width,
+                has_bias=True,
+                has_static_rows=False,
+                by_columns=False,
+                is_constant=frozen,
+            )
             prepared[dtype, features, width] = new_rows_us(layer)
     pairs = rows * hint(proof.group.rows.length) if proof.group.mask.is_of_pairs else 0
     finding = _FINDING_US + _ROW_US * rows + _PAIR_US * pairs + _copying(proof, device, rows)
