@@ -1,7 +1,8 @@
 """Writes the parts of the documentation that come from the code: `python docs/build.py`.
 
 Of `rewrites.md` what is said of poor cases and targets, from their docstrings; of `cuda.md` and `catalogue.md` the
-tables; of `architecture.md` the rooms; of the README and `comparison.md` the numbers, from the committed runs.
+tables; of `architecture.md` the rooms; of `reference.md` the public names; of the README and `comparison.md` the
+numbers, from the committed runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import catalogued
 import decisions
 import measured
 import named
+import reference
 import rooms
 import torch
 
@@ -63,6 +65,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "architecture.md": {"rooms": lambda: table(rooms.rooms)},
     "../README.md": {"numbers": lambda: table(measured.numbers), "grids": lambda: table(measured.never_slower)},
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
+    "reference.md": {"names": lambda: table(reference.reference)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "howto/runtimes.md": {"rules": lambda: table(named.runtimes)},
     "xpu.md": {"rules": lambda: table(partial(named.rules_of, "xpu"))},

@@ -46,7 +46,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 BUILT = (
     *("../README.md", "architecture.md", "catalogue.md", "comparison.md", "cuda.md", "howto/device.md", "rewrites.md"),
-    *("howto/runtimes.md", "mps.md", "rocm.md", "xpu.md", "usage.md"),
+    *("howto/runtimes.md", "mps.md", "rocm.md", "xpu.md", "usage.md", "reference.md"),
 )
 
 
@@ -54,6 +54,11 @@ BUILT = (
 def test_a_page_is_built_from_the_code(page: str, build: Any) -> None:
     assert set(build.PARTS) == set(BUILT)
     assert build.built(page) == (DOCS / page).read_text(), "run `make docs`"
+
+
+def test_the_reference_has_every_public_name(build: Any) -> None:
+    reference = importlib.import_module("reference")
+    assert sorted(name for group in reference.GROUPS.values() for name in group) == sorted(attn_pass.__all__)
 
 
 # ---- blocks ----

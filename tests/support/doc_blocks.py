@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LANGUAGES = ("python", "bash", "text", "toml", "cpp")
+LANGUAGES = ("python", "bash", "text", "toml", "cpp", "py")  # the last is a signature, which is not run
 _MARK = re.compile(r"<!-- (not run|file|needs): (.+) -->")
 
 
