@@ -31,6 +31,7 @@ def test_generated_programs(part: int) -> None:
     assert counts["near misses"] > 100, counts
     assert counts["near misses, rewritten"] > 20, counts
     assert counts["no program"] < 60, (counts, tally.reasons)
+    assert counts["not compared"] < 10, counts
 
 
 def test_every_class_of_programs_is_drawn() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from padded_encoders import LOWEST, B, E, H, L, masks, packed, ran
+from padded_encoders import LOWEST, B, E, H, L, ids, masks, packed, ran
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,11 +74,14 @@ def test_strict_numerics_assume_nothing_of_a_table() -> None:
 
 
 def test_in_bfloat16() -> None:
+    """Its error against float64 is at most twice eager's."""
     model = Biased().bfloat16()
     regions, results, wanted = ran(model, masks())
     assert [r.outcome for r in regions] == ["packed"]
-    for result, expected in zip(results, wanted):
-        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.1)
+    model.double()
+    for result, expected, mask in zip(results, wanted, masks(), strict=True):
+        exact = model(ids(), mask)
+        assert (result - exact).abs().max() <= 2 * (expected - exact).abs().max()
 
 
 def test_a_bias_of_the_rows_themselves_is_left() -> None:

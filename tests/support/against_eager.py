@@ -61,7 +61,8 @@ def same(
     """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, writes to its inputs.
 
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
-    last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be.
+    last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be;
+    where only ``targets`` are given, at least one: eager compared with itself would tell nothing of them.
     ``reference`` computes in float64 what ``fn`` should; False compares with eager alone. ``aot``: AOTAutograd compiles
     the rewritten graph, whatever the test's name. ``then`` are more inputs for the same compiled program, whose results
     are compared with eager's alone.
@@ -79,6 +80,8 @@ def same(
         results, got, left = _run(compiled, _copies(inputs), grad)
     if rewritten is not None:
         assert len(report.rewritten) == rewritten, [(s.outcome, s.reason) for s in report.sites]
+    elif options.get("targets"):
+        assert report.rewritten, [(s.outcome, s.reason, s.refusals) for s in report.sites]
     _compare("result", results, expected, truth[0] if truth else None, twice)
     assert [t.stride() for t in results] == [t.stride() for t in expected]
     _compare("gradient", got, wanted, truth[1] if truth else None, twice)
