@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 from unittest import mock
 
@@ -215,13 +216,17 @@ def sizes_at_run_time(shape_env: Any) -> Iterator[None]:
 
 
 def changed_settings() -> dict[str, Any]:
-    """Inductor's settings that are not its defaults in this thread, those that JSON can hold.
+    """Inductor's plain settings that are not its defaults in this thread.
 
     Without CUDA graphs: they take the same of every form, and hold memory.
     """
     from torch._inductor import config
 
     inductor: Any = config
-    plain = (bool, int, float, str)
-    settings = {name: value for name, value in inductor.get_config_copy().items() if isinstance(value, plain)}
+    settings = plain_settings(inductor.get_config_copy())
     return {n: value for n, value in settings.items() if "cudagraph" not in n and not inductor._is_default(n)}
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those whose values JSON can hold; passes and other functions are left out."""
+    return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str, NoneType))}

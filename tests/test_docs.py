@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from typer.testing import CliRunner
 import attn_pass
 from attn_pass.cli.main import app
 from attn_pass.entries import dynamo, inductor
+from attn_pass.targets.registry import built_in
 
 DOCS = ROOT / "docs"
 # Why a block may stay unrun.
@@ -59,6 +61,17 @@ def test_a_page_is_built_from_the_code(page: str, build: Any) -> None:
 def test_the_reference_has_every_public_name(build: Any) -> None:
     reference = importlib.import_module("reference")
     assert sorted(name for group in reference.GROUPS.values() for name in group) == sorted(attn_pass.__all__)
+
+
+def test_every_target_says_what_it_makes_of_what_and_why_that_is_exact() -> None:
+    for target in built_in():
+        module = sys.modules[type(target).__module__]
+        text, code = module.__doc__ or "", inspect.getsource(module).replace(module.__doc__ or "", "")
+        assert all(re.search(rf"^{label}\s", text, re.MULTILINE) for label in ("Becomes:", "Exact because:", "Offers"))
+        before, after = re.findall(r"^    (.+)\n    ->\n    (.+)$", text, re.MULTILINE)[0]
+        assert before != after
+        for name in re.findall(r"(?:aten|npu|attn_pass|attn_pass_xla)\.(\w+)", after):
+            assert name in code, f"{target.name} does not emit {name}"
 
 
 # ---- blocks ----
@@ -277,7 +290,7 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         ("no mask but a causal one", lambda q, k, v, m: ((q @ k.mT) + m).softmax(-1) @ v, (*qkv(), randn(8, 8)), False),
         ("sinks", with_sink, (*qkv(), randn(1, 2, 1, 1)), False),
         ("no backward", by_hand, qkv(grad=True), True),
-        ("computes in float32", by_hand, qkv(dtype=torch.bfloat16), False),
+        ("takes float32, not bfloat16", by_hand, qkv(dtype=torch.bfloat16), False),
         ("nor dropout", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.5), qkv(), False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -53,7 +53,7 @@ def without_maker(name: str) -> str:
 
 
 def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
-    """The device a row is about, with these fused kernels."""
+    """The device a row is about, with these fused kernels; it need not be here."""
     single = {torch.float32: sheet.single_gflops, torch.float64: sheet.single_gflops / 2}
     half = dict.fromkeys(_HALF, sheet.half_gflops)
     return Device(
@@ -75,5 +75,6 @@ def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
         capability=sheet.capability,
         cudnn=sheet.cudnn,
         generation=sheet.generation,
+        is_here=False,
         built_in_rates=f"data sheets and published figures ({sheet.name}), not measured",
     )

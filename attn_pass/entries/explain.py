@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import inspect
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,11 @@ from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.environment import import_compiler
 from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.inductor import folds_constants
+from attn_pass.entries.known import known_buffers
 from attn_pass.entries.mistakes import check_keywords, hint, warn_swallowed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
-from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.entries.transaction import decide
 from attn_pass.entries.uncompiled import own_compile_off, uncompiled
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
@@ -67,10 +69,10 @@ def explain(
         model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None, "explain")
     if isinstance(model, ExportedProgram):
         with torch.no_grad():  # as packages are compiled
-            known = known_values(model, options) | {FOLDS_CONSTANTS: folds_constants()}
-        report = decide(
-            Snapshot(model.graph_module).module(), options, "aoti", "inductor", known, ask_stock=StockAsker()
-        ).report
+            folds = {FOLDS_CONSTANTS: folds_constants()}
+        copied, asker = Snapshot(model.graph_module).module(), StockAsker()
+        known = functools.partial(known_values, model, options)
+        report = decide(copied, options, "aoti", "inductor", lambda: known() | folds, ask_stock=asker).report
     else:
         report = _captured(model, args, kwargs, options, attn_pass_dynamic)
         warn_swallowed("explain", model, kwargs)
@@ -113,8 +115,7 @@ class _Reader:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            known = known_buffers(gm, example_inputs, self.options) | {FOLDS_CONSTANTS: folds_constants()}
-            copied = Snapshot(gm).module()
+            copied, known = Snapshot(gm).module(), functools.partial(_known, gm, example_inputs, self.options)
             decision = decide(copied, self.options, "compile", "inductor", known, ask_stock=self.ask_stock)
             self._give_hints(decision.report, gm, example_inputs)
             self.report.extend(decision.report)
@@ -147,7 +148,7 @@ class _Reader:
         known = known_buffers(gm, example_inputs, options)
         if not known[KNOWN_TENSORS]:
             return
-        assumed = decide(Snapshot(gm).module(), options, "compile", "inductor", known).report
+        assumed = decide(Snapshot(gm).module(), options, "compile", "inductor", lambda: known).report
         collect.forget(assumed)  # no graph of the program
         for site, other in zip(report.sites, assumed.sites):
             if other.mask != site.mask and other.node == site.node:
@@ -155,6 +156,10 @@ class _Reader:
                 gain = f", predicted {duration(then)} instead of {duration(now)}" if now and then else ""
                 fixed = f"{', '.join(other.fixed)} is" if len(other.fixed) == 1 else "buffers are"
                 site.hint = f"if {fixed} constant, assume_constant_buffers=True makes the mask {other.mask}{gain}"
+
+
+def _known(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
+    return known_buffers(gm, example_inputs, options) | {FOLDS_CONSTANTS: folds_constants()}
 
 
 def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, dynamic: bool) -> Report:

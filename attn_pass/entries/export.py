@@ -82,8 +82,8 @@ def rewrite_exported(
     gm = program.graph_module
     outputs = _output_names(gm)
     kind = "aoti" if runner == "inductor" else "export"
-    known = known_values(program, options) | {FOLDS_CONSTANTS: folds}
-    decision = decide(gm, options, kind, runner, known, without=without)
+    constants = {FOLDS_CONSTANTS: folds}
+    decision = decide(gm, options, kind, runner, lambda: known_values(program, options) | constants, without=without)
     if not decision.changed:
         return decision
     try:

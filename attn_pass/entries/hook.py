@@ -8,7 +8,6 @@ skip all such passes, and options={"pre_grad_custom_pass": ...} of a single comp
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +17,9 @@ from torch.fx import Graph, GraphModule
 from attn_pass.compat import has_pre_grad_timing, require_inductor
 from attn_pass.entries.identity import identity
 from attn_pass.entries.inductor import folds_constants
-from attn_pass.entries.known import held_inputs, known_of_module
+from attn_pass.entries.known import held_inputs, known_buffers, known_of_module
 from attn_pass.entries.other_device import warn_other_device
-from attn_pass.entries.transaction import DECIDED, decide, known_buffers
-from attn_pass.errors import AttnPassWarning, cause_of
+from attn_pass.entries.transaction import DECIDED, decide
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import Options
 from attn_pass.planner.overrides import named_options
@@ -98,8 +96,8 @@ class RewritePass:
         if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
             return
         program = "compile" if "dynamo_compile_id" in gm.meta else "aoti"
-        known = _known(gm, program, self.options) | {FOLDS_CONSTANTS: folds_constants()}
-        report = decide(gm, self.options, program, "hook", known).report
+        folds = {FOLDS_CONSTANTS: folds_constants()}
+        report = decide(gm, self.options, program, "hook", lambda: _known(gm, program, self.options) | folds).report
         warn_other_device(report, self.options)
         publish(report)
 
@@ -116,16 +114,9 @@ class RewritePass:
 
 def _known(gm: GraphModule, program: str, options: Options) -> dict[str, Any]:
     """Tensors that keep their values, as for `attn_pass.backend` and `attn_pass.aot_compile`; no parameters."""
-    try:
-        if program == "aoti":
-            return known_of_module(gm, options)
-        return {KNOWN_TENSORS: known_buffers(gm, held_inputs(gm), options)[KNOWN_TENSORS]}
-    except Exception as error:  # here nothing can go back to the original
-        if options.on_error == "raise":
-            raise
-        message = f"attn_pass: no tensor of a graph is known to keep its values ({cause_of(error)})"
-        warnings.warn(message, AttnPassWarning, stacklevel=2)
-        return {}
+    if program == "aoti":
+        return known_of_module(gm, options)
+    return {KNOWN_TENSORS: known_buffers(gm, held_inputs(gm), options)[KNOWN_TENSORS]}
 
 
 def is_root(gm: GraphModule) -> bool:

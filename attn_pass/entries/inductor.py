@@ -6,12 +6,12 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from types import NoneType
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
+from attn_pass.compat import plain_settings
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.retry import first_where
 from attn_pass.entries.snapshot import Snapshot
@@ -56,8 +56,7 @@ def as_compiled(patches: Mapping[str, Any]) -> Iterator[None]:
     """Lets decisions see the settings that a graph will be compiled with; sites are compiled with them, too."""
     from torch._inductor import config
 
-    settings = {name: value for name, value in patches.items() if isinstance(value, (bool, int, float, str, NoneType))}
-    with config.patch(settings):
+    with config.patch(plain_settings(patches)):
         yield
 
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from attn_pass import engine
 from attn_pass.entries.breaks import break_after
 from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.inductor import compiled_site, folds_constants
+from attn_pass.entries.known import Known, known_buffers
 from attn_pass.entries.laid_out import LaidOut
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.retry import (
@@ -33,7 +32,7 @@ from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
 from attn_pass.errors import OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
-from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS, PARAMETERS
+from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import Options, Runner
 from attn_pass.report import torch_logging
 from attn_pass.report.history import publish
@@ -63,7 +62,7 @@ def decide(
     options: Options,
     program: str,
     runner: Runner = "other",
-    known: Mapping[str, Any] | None = None,
+    known: Known | None = None,
     measure: Callable[..., Any] | None = None,
     without: Mapping[str, str] | None = None,
     ask_stock: StockAsker | None = None,
@@ -75,7 +74,7 @@ def decide(
         options: the user's options.
         program: "compile", "export" or "aoti", where the graph comes from.
         runner: who runs it, see `attn_pass.options.Runner`.
-        known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
+        known: gives the literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
         measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
         without: targets that are not to be taken, and why.
         ask_stock: tells what stock makes of every site, see `attn_pass.entries.stock`, where nothing is compiled.
@@ -89,8 +88,10 @@ def decide(
     asked_before = 0.0 if ask_stock is None else ask_stock.seconds
     original = Snapshot(gm)
     emissions: list[Emission] = []
-    gm.meta |= known or {}
+    values: Mapping[str, Any] = {}
     try:
+        values = {} if known is None else known()
+        gm.meta |= values
         measures = options.tune or options.verify != "off"
         with collect.root_graph(gm, report, program) as collected, progress() if measures else nullcontext():
             changed = engine.rewrite_graph(
@@ -116,7 +117,7 @@ def decide(
         changed = False
         leave_all(report, f"attn_pass failed on this graph ({cause_of(error)})")
     finally:
-        for name in known or {}:
+        for name in values:
             gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     report.graph_breaks = break_after(gm)
@@ -151,8 +152,8 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    folds = runner == "inductor" and folds_constants()
-    known = known_buffers(gm, example_inputs, options) | {FOLDS_CONSTANTS: folds}
+    folds = {FOLDS_CONSTANTS: runner == "inductor" and folds_constants()}
+    known = functools.cache(lambda: known_buffers(gm, example_inputs, options) | folds)
     decision = decide(gm, options, "compile", runner, known)
     warn_other_device(decision.report, options)
     restore_tracing = tracing_state()
@@ -216,29 +217,6 @@ def next_decision(decision: Decision, failures: Sequence[Failure], again: Callab
     retried = again(without=without_all(failures))
     mark_retried(retried.report, decision.report, failures[-1])
     return retried
-
-
-def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
-    """A Dynamo graph's inputs that are known: parameters, and with ``assume_constant_buffers`` buffers' values."""
-    buffers: dict[str, tuple[str, torch.Tensor]] = {}
-    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
-    for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
-        of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-        if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
-            buffers[node.name] = (_attribute_path(node), value)
-    with_values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
-    parameters = {node.name: value for node, value in with_values if isinstance(value, torch.nn.Parameter)}
-    return {KNOWN_TENSORS: buffers, PARAMETERS: parameters}
-
-
-def _attribute_path(node: Node) -> str:
-    """``buffer layers.0.mask`` for a placeholder that Dynamo made of it, ``attribute layers.0.mask`` of a plain one."""
-    source = getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", "")
-    text = name() if callable(name) else name
-    words = re.findall(r"\['?(\w+)'?\]|\.(\w+)", text)[1:]
-    path = ".".join(w for pair in words for w in pair if w not in ("", "_modules", "_buffers"))
-    return f"{'buffer' if '_buffers' in text else 'attribute'} {path or node.name}"
 
 
 def _control_flow() -> tuple[type[Exception], ...]:

@@ -16,9 +16,9 @@ from attn_pass.engine import rewrite_graph
 from attn_pass.entries.backends import backend_named, raise_if_missing
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.environment import raise_if_environment
+from attn_pass.entries.known import known_buffers
 from attn_pass.entries.mistakes import check_keywords, check_training, refuse_no_backend
 from attn_pass.entries.snapshot import Snapshot
-from attn_pass.entries.transaction import known_buffers
 from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import OptionError
 from attn_pass.measuring.subject import NOT_REPEATABLE, Subject, subject_of

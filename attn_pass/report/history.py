@@ -46,9 +46,3 @@ def reports() -> list[Report]:
     """The reports of the graphs compiled in this process so far, oldest first; the newest 256 are kept."""
     with LOCK:
         return list(_HISTORY)
-
-
-def clear_reports() -> None:
-    """Clear the history of `reports`."""
-    with LOCK:
-        _HISTORY.clear()

@@ -53,7 +53,7 @@ class Setting:
     runner: Runner = "other"
     kernel_as_written: str | None = None  # the fused kernel that the program's call reaches, with its rounding
     blocks: Blocks | None = None  # that it computes, if it is a call of FlexAttention
-    deterministic: bool = False  # torch.use_deterministic_algorithms(True)
+    deterministic: bool = False  # torch.use_deterministic_algorithms(True), which does not only warn
     same_random_numbers: bool = False  # Inductor's fallback_random: eager's random numbers are requested
     may_need_grad: bool = False  # an exported program that may be trained, and something in it needs a gradient
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again

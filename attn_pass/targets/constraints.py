@@ -128,6 +128,11 @@ RANDOM_NUMBERS = Common(
     lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
 )
 AFFINE = unless("scores", lambda c: c.attention.not_affine)
+NO_AOTI = Common(
+    "program",
+    "the operator is written in Python, and a compiled package runs without Python",
+    lambda c: c.setting.program != "aoti",
+)
 EMPTY = "a size is 0"
 MAY_BE_EMPTY = "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless min=1 is given"
 NOT_EMPTY = Common("sizes", EMPTY, lambda c: 0 not in sizes_of(c.attention))

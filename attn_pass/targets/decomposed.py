@@ -3,6 +3,12 @@
 Becomes: ``softmax(query * scale @ key.mT + mask) @ value``. The softmax gives 0 for a fully masked row, as the call
 does.
 
+    F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    ->
+    aten._safe_softmax(q * scale @ k.mT + mask, -1) @ v
+
+Exact because: this is how torch documents its call.
+
 Offers on the CPU, in inference, in float32 and float64, as a replacement for a call only.
 """
 

@@ -2,12 +2,18 @@
 
 With a dense mask the kernel computes every score and discards most of them. Row block ``t`` of ``rows`` queries attends
 only to the keys ``t * rows + first`` to ``t * rows + first + width - 1``, so the blocks of queries become heads of the
-kernel, and their keys become overlapping views of one padded copy. This is exact because a masked score has weight
-zero, and the mask within a block is the original mask, at the same rows and keys.
+kernel, and their keys become overlapping views of one padded copy.
 
 Becomes: one call of ``scaled_dot_product_attention`` with queries ``(B * Hkv, blocks, groups * rows, D)``, keys and
 values ``(B * Hkv, blocks, width, D)`` and the mask of a block, ``(1, blocks, groups * rows, width)``; and reshapes that
 put the rows back in order.
+
+    F.scaled_dot_product_attention(q, k, v, abs(row - key) <= 64)
+    ->
+    F.scaled_dot_product_attention(q.view(...), k.as_strided(...), v.as_strided(...), mask_of_a_block)
+
+Exact because: a masked score has weight zero, and the mask within a block is the original mask, at the same rows and
+keys.
 
 Offers on the CPU, in inference and training, if the whole mask is proven to be a sliding window (on either side) or
 chunks of a known size, in which every row keeps a key. It is not offered with padding, a bias or a sink, or for keys

@@ -4,6 +4,13 @@ Becomes: a call with ``is_causal`` or a mask, and ``enable_gqa`` for grouped hea
 with zeros and the result is sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last
 dimension that is not dense is copied.
 
+    (q @ k.repeat_interleave(4, 1).mT * scale).masked_fill(row < key, -inf).softmax(-1) @ v.repeat_interleave(4, 1)
+    ->
+    aten.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=scale, enable_gqa=True)
+
+Exact because: the call computes this expression; ``is_causal`` stands for a mask only if the mask was proved to be
+that triangle, and heads are grouped only if each was proved to use the keys that the call gives it.
+
 With a sink, in inference on CPUs, the target emits the kernel that torch's call takes there, whose logarithm of the
 sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient. For runtimes the
 sink becomes a key of zeros.

@@ -2,6 +2,12 @@
 
 Becomes: ``value.expand(B, H, L, Dv).clone()``.
 
+    (q @ k.mT * scale).softmax(-1) @ v
+    ->
+    v.expand(B, H, L, Dv).clone()
+
+Exact because: the softmax of one finite number is 1.
+
 Offers in inference, on any device, if there is one key that no mask can hide. Queries and keys are not read, so a
 score that is not finite has no effect: the report lists that as an assumption, and ``numerics="strict"`` refuses.
 """

@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.inductor import compile_with_inductor
-from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.entries.known import known_buffers
+from attn_pass.entries.transaction import decide
 from attn_pass.errors import RewriteError, cause_of
 from attn_pass.graph.cut import Input
 from attn_pass.graph.values import KNOWN_TENSORS
@@ -53,7 +54,7 @@ def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = (
         known[KNOWN_TENSORS] = {**known[KNOWN_TENSORS], **buffers}
         report = Report()
         if label != LEAVE:
-            report = decide(gm, options, "compile", "inductor", known, measure=only(label)).report
+            report = decide(gm, options, "compile", "inductor", lambda: known, measure=only(label)).report
             if not report.rewritten:
                 raise RewriteError(f"no target offers the form {label}")
         return compile_with_inductor(gm, example_inputs, options, report)

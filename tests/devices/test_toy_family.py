@@ -86,6 +86,15 @@ def test_it_says_why_not(program: object, dtype: torch.dtype, grad: bool, reason
     assert site.outcome == "left" and reason in site.refusals["toy_attention"]
 
 
+def test_no_package_holds_an_operator_in_python() -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return by_hand(q, k, v)
+
+    (site,) = attn_pass.explain(Step(), *qkv(), attn_pass_options={**TOY, "choose": "fused"}, attn_pass_aot=True).sites
+    assert "runs without Python" in site.refusals["toy_attention"]
+
+
 def test_other_devices_know_nothing_of_it() -> None:
     with torch.no_grad():
         (site,) = attn_pass.explain(by_hand, *qkv()).sites

@@ -297,7 +297,7 @@ def test_exported(name: str) -> None:
     with torch.no_grad():
         program = torch.export.export(module, (steps(module)[0], torch.tensor([0])))
     options = make_options(**OPTIONS)
-    decision = decide(program.graph_module, options, "aoti", "inductor", known_values(program, options))
+    decision = decide(program.graph_module, options, "aoti", "inductor", lambda: known_values(program, options))
     assert decision.changed
     program.graph_module.recompile()
     state = {**program.state_dict, **program.constants}

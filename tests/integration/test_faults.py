@@ -45,6 +45,7 @@ def compiled_with(**options: Any) -> tuple[attn_pass.Report, list[warnings.Warni
 # Every stage, as module, name, and what becomes of the two sites if it fails once: how many are rewritten, and whether
 # the warning can name a line.
 STAGES: dict[str, tuple[str, str, bool]] = {
+    "what is known": ("attn_pass.entries.transaction", "known_buffers", False),
     "finding effects": ("attn_pass.rewriting.context", "Effects", False),
     "finding regions": ("attn_pass.rewriting.context", "Regions", False),
     "finding calls": ("attn_pass.patterns.calls", "find", False),

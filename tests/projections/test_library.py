@@ -61,7 +61,7 @@ class Decided:
 
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         options = make_options(**{"choose": "fused", "on_error": "raise", **self.options})
-        self.report = decide(gm, options, self.program, "inductor", {FOLDS_CONSTANTS: self.frozen}).report
+        self.report = decide(gm, options, self.program, "inductor", lambda: {FOLDS_CONSTANTS: self.frozen}).report
         self.calls = sum(str(node.target) == "attn_pass.linear.default" for node in gm.graph.nodes)
         return gm.forward
 

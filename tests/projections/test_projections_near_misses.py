@@ -197,7 +197,7 @@ def test_weights_whose_values_are_not_told() -> None:
     reasons: list[str] = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        report = decide(gm, make_options(choose="fused"), "compile", "hook", {}).report
+        report = decide(gm, make_options(choose="fused"), "compile", "hook").report
         reasons.extend(r.reason for r in report.projections)
         return gm.forward
 

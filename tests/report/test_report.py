@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 import attn_pass
 from attn_pass.report import history
-from attn_pass.report.history import clear_reports, publish, record, reports
+from attn_pass.report.history import publish, record, reports
 from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.places import module_path, source_line
 from attn_pass.report.record import Report
@@ -23,8 +24,8 @@ from attn_pass.report.site import SiteReport
 
 
 @pytest.fixture(autouse=True)
-def forget() -> None:
-    clear_reports()
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_HISTORY", deque(maxlen=history._HISTORY_SIZE))
 
 
 def site(layer: int = 0, **changes: Any) -> SiteReport:

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 import attn_pass
-from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.entries.known import known_buffers
+from attn_pass.entries.transaction import decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
 from attn_pass.report.projection import ProjectionReport
@@ -60,7 +61,7 @@ class Traced:
 
     def _backend(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         known = known_buffers(gm, inputs, self.options) | {FOLDS_CONSTANTS: self.frozen and not self.grad}
-        self.records += decide(gm, self.options, "compile", "inductor", known).report.projections
+        self.records += decide(gm, self.options, "compile", "inductor", lambda: known).report.projections
         self.graphs.append(gm)
         return gm.forward
 

@@ -4,6 +4,13 @@ Becomes: one call of ``attn_pass::attention`` on the operands as they lie in mem
 ``attn_pass::attention_forward``, which has the backward, and if only the log-sum-exp is needed as well of
 ``attn_pass::attention_with_lse``.
 
+    (torch.tanh(q @ k.mT * scale / cap) * cap).masked_fill(row < key, -inf).softmax(-1) @ v
+    ->
+    attn_pass.attention(q, k, v, scale, after=0, score="...")
+
+Exact because: a masked key has weight zero, bounds are proved to be the mask, and whatever no bound says stays a
+tensor; a function of the scores is the expression that was read, as C++. Sums are in another order than eager's.
+
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
 ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an
 additive tensor, with as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a

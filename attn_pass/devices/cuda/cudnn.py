@@ -3,6 +3,14 @@
 Becomes: one call of ``aten._scaled_dot_product_cudnn_attention``, causal by its flag or with the mask as one additive
 tensor. Head dims that the kernel does not have are padded with zeros, and the result is sliced.
 
+    (q @ k.mT * scale + mask).softmax(-1) @ v
+    ->
+    aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False, scale=scale)[0]
+
+Exact because: the kernel computes this expression, with sums in another order. Zeros that pad a head dim add nothing
+to a product, and the number that stands for -inf is so low that a masked key has weight zero in every row that keeps
+a key.
+
 Offers in float16 and bfloat16, forward and backward, with grouped heads, dropout in steps of 1/16, and masks that need
 no gradient and leave no row fully masked. cuDNN builds a plan for each new shape, which takes tens of milliseconds, so
 if lengths are not known at compile time, other kernels are cheaper for all but the largest shapes.

@@ -7,6 +7,13 @@ and all heads of a KV head share one pass over its keys and values.
 Becomes: one call of ``attn_pass::decode``, with the causal flag, the window and the range of valid keys as arguments
 and any other mask as a tensor; with a sink ``attn_pass::decode_with_lse``, and a factor for each row of its result.
 
+    F.scaled_dot_product_attention(q, k, v, key <= position[b])
+    ->
+    attn_pass.decode(q, k, v, None, scale, lengths=position + 1)
+
+Exact because: each part has the largest score, the sum of exponentials and the weighted sum of its keys, and softmax
+over all keys is these joined, after each is scaled to the largest score of all. Keys outside of the range are masked.
+
 Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
 together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
 multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. The

@@ -4,6 +4,13 @@ Becomes: one call of ``aten._scaled_dot_product_efficient_attention``, causal by
 additive tensor, which is expanded to (B, H, L, S). Fully masked rows that the kernel does not compute as the program
 does are replaced beside it.
 
+    torch.where(keep, q @ k.mT * scale + bias, -inf).softmax(-1) @ v
+    ->
+    aten._scaled_dot_product_efficient_attention(q, k, v, torch.where(keep, bias, -inf), False, scale=scale)[0]
+
+Exact because: the mask and the bias are one matrix that is added to the scores: a score plus -inf is -inf, and -inf
+has weight zero. A finite fill becomes -inf only where that leaves every row that keeps a key as it is.
+
 Offers in float32, float16 and bfloat16, forward and backward, with any mask or bias, for any head dim, without grouped
 heads (the poor case ``grouped_heads`` packs them into rows first). float32 stays float32.
 """

@@ -62,7 +62,7 @@ def default() -> Device:
 
 
 def _of(sheet: Sheet) -> Device:
-    return replace(device_of(sheet, _kernels(sheet)), is_here=False)
+    return device_of(sheet, _kernels(sheet))
 
 
 def _row(name: str) -> Sheet:
@@ -80,7 +80,8 @@ def cuda_here(at: torch.device | None = None) -> Device:
     sheet = _sized(_named(properties.name) or _like(capability), properties)
     cudnn = torch.backends.cudnn.version() or 0
     kernels = _kernels(sheet, of_this_process=True)
-    device = replace(device_of(sheet, kernels), name=properties.name, capability=capability, cudnn=cudnn)
+    row = device_of(sheet, kernels)
+    device = replace(row, name=properties.name, capability=capability, cudnn=cudnn, is_here=True)
     return with_flash(device, active_flash())
 
 

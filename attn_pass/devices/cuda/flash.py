@@ -6,6 +6,13 @@ the last key of more keys than queries; torch's own call computes these from a d
 no more queries than keys: see ``bands``. If only a part of a cache is valid, the kernel receives where the valid keys
 of each batch row begin, and how many there are (`flash_lengths`).
 
+    F.scaled_dot_product_attention(q, k, v, row >= key, scale=scale)
+    ->
+    aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+
+Exact because: a flag or a window stands for a mask only if the reading proved that the mask keeps these keys and no
+others. A key outside of the valid part of a cache is masked, so that its weight is zero.
+
 Offers in float16 and bfloat16, forward and backward, with grouped heads and dropout, for head dims up to 256. Both are
 C++ operators and can be part of AOTInductor packages. If ``torch.nn.attention.activate_flash_attention_impl`` has
 replaced them by FlashAttention-3 or -4, those run.

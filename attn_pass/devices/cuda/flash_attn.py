@@ -7,6 +7,14 @@ Becomes: in inference the operator that the library registers, ``flash_attn::_fl
 views, in training its function ``flash_attn_func``. Head dims that differ or are not multiples of 8 are padded with
 zeros. The cost model adds 20 us per call for the Python wrapper, so torch's own kernels win where they can do the same.
 
+    (torch.tanh(q @ k.mT * scale / cap) * cap).softmax(-1) @ v
+    ->
+    flash_attn._flash_attn_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, scale, softcap=cap)
+
+Exact because: an argument is given only if the expression that was read is the one that the kernel computes with it:
+the cap of a tanh, a slope times the distance from the key to the row, the bounds of a window. The tanh is an
+approximation, which the report lists.
+
 Offers if the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16 and
 bfloat16. In training it needs torch.compile, and slopes that are not learned. It is not offered for ``aot_compile``,
 whose packages run without Python. The tests run the package over a stand-in for its kernels; nothing was measured.
@@ -40,6 +48,7 @@ from attn_pass.targets.base import EMPTY_ROWS, NONEMPTY_ROWS, Offer, Refusal, Se
 from attn_pass.targets.constraints import (
     ANY_BACKEND,
     AUTOCAST,
+    NO_AOTI,
     NOT_EMPTY,
     Attended,
     Constraint,
@@ -122,7 +131,7 @@ class FlashAttn(CudaKernel):
                 window_size=(arguments.left, arguments.right),
                 softcap=arguments.softcap,
                 alibi_slopes=slopes,
-                deterministic=torch.are_deterministic_algorithms_enabled(),
+                deterministic=setting.deterministic,
             )
         else:
             results = call(
@@ -175,11 +184,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         "flash_attn is not installed with its kernels",
         lambda c: all(is_installed(name) for name in _MODULES),
     ),
-    Constraint(
-        "program",
-        "flash_attn's operators are written in Python, and a compiled package runs without Python",
-        lambda c: c.setting.program != "aoti",
-    ),
+    NO_AOTI,
     Constraint(
         "gradient",
         "flash_attn's gradient is in its autograd function, which an exported program cannot hold",

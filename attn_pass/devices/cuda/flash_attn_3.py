@@ -6,6 +6,13 @@ and causal masks aligned to the last key, and soft caps (with the device's own t
 or sinks. Head dims are padded with zeros to a multiple of 8, and to each other unless the kernel supports that pair.
 The cost model adds 20 us per call for the Python wrapper.
 
+    F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    ->
+    flash_attn_3._flash_attn_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal=True)
+
+Exact because: the transposes are views, and a flag or a window stands for a mask only if the mask was proved to be
+that one.
+
 The operators below it, ``flash_attn_3::fwd`` and ``bwd``, are C++ with a stable ABI, but no graph can hold ``fwd``: its
 schema says that the result aliases an argument, which torch's functionalization refuses for operators that are not its
 own ("Found a custom (non-ATen) operator whose output has alias annotations", torch 2.13).
@@ -117,9 +124,8 @@ class FlashAttn3(CudaKernel):
         out: Value
         if a.needs_grad:
             window = (arguments.left, arguments.right)
-            deterministic = torch.are_deterministic_algorithms_enabled()
             function = imported(*_PACKAGE).flash_attn_func
-            out = call(function, query, key, value, **same, window_size=window, deterministic=deterministic)
+            out = call(function, query, key, value, **same, window_size=window, deterministic=setting.deterministic)
         else:
             imported(*_PACKAGE)
             forward = torch.ops.flash_attn_3._flash_attn_forward.default

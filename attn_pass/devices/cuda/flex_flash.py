@@ -4,6 +4,12 @@ Becomes: what ``flex`` makes of it, with one more kernel option, if the package 
 installed. Published figures for its kernel are 1.2 to 3.2 times Triton's rate on Hopper and Blackwell; the cost model
 uses the lowest.
 
+    (torch.tanh(q @ k.mT * scale / cap) * cap).softmax(-1) @ v
+    ->
+    flex_attention(q, k, v, score_mod, block_mask, scale, {"BACKEND": "FLASH"})[0]
+
+Exact because: the graph is that of ``flex``, which another kernel computes.
+
 Offers under torch.compile, from torch 2.13 on, in float16 and bfloat16, if every size is known: on compute capability
 9.0, and on 10.x without a mask. A mask must be known block by block (its structure describes all of it), for lengths
 that are multiples of 128. A deterministic backward with a mask and captured numbers are not supported. The constraints

@@ -23,15 +23,15 @@ _KERNELS = (VECTOR_NAME, PREFILL_NAME)
 def by_name(name: str) -> Device | None:
     """A GPU of the table, which need not be here."""
     sheet = row_of(name, SHEETS)
-    return None if sheet is None else replace(device_of(sheet, _KERNELS), is_here=False)
+    return None if sheet is None else device_of(sheet, _KERNELS)
 
 
 def here(at: torch.device | None = None) -> Device:
     """The GPU of this process by its name, else one like the first row; without a kernel where torch sees none."""
     if not torch.backends.mps.is_available():
-        return replace(device_of(SHEETS[0], ()), is_here=False)
+        return device_of(SHEETS[0], ())
     name = chip()
-    return replace(device_of(_named(name), _KERNELS), name=name)
+    return replace(device_of(_named(name), _KERNELS), name=name, is_here=True)
 
 
 def chip() -> str:

@@ -24,9 +24,9 @@ def by_name(name: str) -> Device | None:
     if (sheet := row_of(name, SHEETS)) is not None:
         # "Ascend910B" is also what the runtime calls a first generation's variant: meant is the row.
         soc = generation_of(name) if name.lower() != sheet.name.lower() else None
-        return replace(_device(sheet), name=sheet.name if soc is None else name, is_here=False)
+        return replace(_device(sheet), name=sheet.name if soc is None else name)
     known = generation_of(name) if name.lower().startswith("ascend") else None
-    return None if known is None else replace(_device(_of_generation(known)), name=name, is_here=False)
+    return None if known is None else replace(_device(_of_generation(known)), name=name)
 
 
 def _device(sheet: Sheet) -> Device:
@@ -49,7 +49,7 @@ def here(at: torch.device | None = None) -> Device:
     device = _device(_of_generation(known or generation(UNKNOWN)))
     if soc is not None and known is None:
         device = replace(device, kernels=())
-    return replace(device, name=soc or "npu", generation="" if known is None else known.name)
+    return replace(device, name=soc or "npu", generation="" if known is None else known.name, is_here=True)
 
 
 def _soc_name(at: torch.device | None) -> str | None:

@@ -8,6 +8,14 @@ masked out; additive matrices do so only if they are proven to be 0 or masking. 
 ``inner_precise`` are always passed, because their defaults silently give wrong results. Sites with dropout are left in
 checkpoints and where two calls may be equal, because v3 draws random numbers without declaring it to the compiler.
 
+    F.scaled_dot_product_attention(q, k, v, row >= key, scale=scale)
+    ->
+    npu.npu_fusion_attention_v3(q, k, v, heads, "BNSD", scale=scale, atten_mask=upper_2048, sparse_mode=2)[0]
+
+Exact because: a mode stands for a mask only if the mask was proved to be the one that the mode is documented to be,
+and a mask that is passed is True exactly where the program masks. Rows that it masks fully are replaced beside the
+operator.
+
 Offers on Ascend devices, if torch_npu has registered its operators; [npu.md](npu.md) lists the supported forms and the
 reasons for the others. The tests check every call against the documented contract; nothing has run on an NPU, and
 nothing was measured.

@@ -28,13 +28,13 @@ _KERNELS = (FLASH_NAME, EFFICIENT_NAME)
 def by_name(name: str) -> Device | None:
     """A GPU of the table, which need not be here."""
     sheet = row_of(name, SHEETS)
-    return None if sheet is None else replace(_of(sheet), is_here=False)
+    return None if sheet is None else _of(sheet)
 
 
 def here(at: torch.device | None = None) -> Device:
     """The GPU of this process: its row by its name, else by its architecture; sized by its compute units."""
     if not torch.cuda.is_available():
-        return replace(_of(SHEETS[0]), kernels=(), is_here=False)
+        return replace(_of(SHEETS[0]), kernels=())
     properties = torch.cuda.get_device_properties(at)
     architecture = str(getattr(properties, "gcnArchName", "")).partition(":")[0]
     row = _row(properties.name, architecture)
@@ -42,7 +42,7 @@ def here(at: torch.device | None = None) -> Device:
     rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes", "cache_gbytes")
     sized = {name: getattr(row, name) * share for name in rates}
     sheet = replace(row, cores=properties.multi_processor_count, generation=architecture, **sized)
-    return replace(_of(sheet), name=properties.name, kernels=_switched_on())
+    return replace(_of(sheet), name=properties.name, kernels=_switched_on(), is_here=True)
 
 
 def _row(name: str, architecture: str) -> Sheet:

@@ -7,6 +7,15 @@ it does not take is left, and lowered as ExecuTorch lowers it. It was tried with
 (docs/howto/runtimes.md).
 
 Becomes: one call of ``llama.custom_sdpa`` on operands in that order, and a transpose of its result.
+
+    F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    ->
+    llama.custom_sdpa(positions_first(q, k, v), 0, None, 0.0, True, scale).transpose(1, 2)
+
+Exact because: the triangle begins where the mask was proved to begin, and any other mask is the program's own matrix.
+
+Offers for programs that are exported to ExecuTorch, if its library is installed, in inference, in float32 and half
+precision, with one mask for all batch rows and heads, and without sinks.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _CLOUD_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 def by_name(name: str) -> Device | None:
     """A TPU of the table, which need not be here, by its name ("TPU v5e") or its short one ("v5e")."""
     sheet = row_of(name, SHEETS) or row_of(f"tpu {name}", SHEETS)
-    return None if sheet is None else replace(device_of(sheet, KERNELS), is_here=False)
+    return None if sheet is None else device_of(sheet, KERNELS)
 
 
 def here(generation: str | None) -> Device | None:

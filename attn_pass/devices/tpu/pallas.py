@@ -4,6 +4,13 @@ Becomes: one call of ``attn_pass_xla::attention``, the operator of this package 
 padded with zeros, and the result is sliced; for flash attention keys and values are repeated for the heads that share
 them.
 
+    F.scaled_dot_product_attention(q, k, v, (row >= key) & (row - key < 128), scale=scale)
+    ->
+    attn_pass_xla.attention(q, k, v, None, None, "splash", scale, -127, 0, blocks)
+
+Exact because: bounds stand for a mask only if the mask was proved to be this band. Zeros that pad a head dim add
+nothing to a product, and a key with another segment id than the queries' has weight zero.
+
 Offers for TPUs (v5e, v5p, v6e, TPU7x), by name or where torch_xla runs on one; in bfloat16 and float32, forward and
 backward, without dropout, for sizes that are known when the graph is compiled. A causal mask is a flag, a window is
 splash attention's band, padding keys are segment ids, and any other mask is a float32 matrix, which flash attention

@@ -22,16 +22,16 @@ SHEETS: tuple[Sheet, ...] = (
 def by_name(name: str) -> Device | None:
     """A GPU of the table, which need not be here."""
     sheet = row_of(name, SHEETS)
-    return None if sheet is None else replace(_of(sheet), is_here=False)
+    return None if sheet is None else _of(sheet)
 
 
 def here(at: torch.device | None = None) -> Device:
     """The GPU of this process by its name, else one like the first row; without a kernel where torch sees none."""
     if not torch.xpu.is_available():
-        return replace(_of(SHEETS[0]), kernels=(), is_here=False)
+        return replace(_of(SHEETS[0]), kernels=())
     name = torch.xpu.get_device_name(at)
     kernels = () if why_closed() else (NAME,)
-    return replace(_of(_named(name) or SHEETS[0]), name=name, kernels=kernels)
+    return replace(_of(_named(name) or SHEETS[0]), name=name, kernels=kernels, is_here=True)
 
 
 def _of(sheet: Sheet) -> Device:

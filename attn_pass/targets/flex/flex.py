@@ -3,6 +3,13 @@
 Becomes: the higher-order operator ``flex_attention``, with the score function, the block mask and the tensors that both
 read as its arguments.
 
+    (torch.tanh(q @ k.mT * scale / cap) * cap).masked_fill(row - key >= 128, -inf).softmax(-1) @ v
+    ->
+    flex_attention(q, k, v, score_mod, block_mask, scale, options)[0]
+
+Exact because: the score function and the mask are the expressions that were read, for each batch entry, head, row and
+key. A block is skipped only if all of it is masked, and goes without the mask only if none of it is.
+
 Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
 matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
@@ -12,14 +19,15 @@ mask lists the blocks in which it keeps a key, where finding them is cheap. On C
 too, unless the score function reads a tensor that needs a gradient itself, and it splits the keys if there are few
 query rows.
 
-On the CPU it is offered only for scores with more than a scale and a mask, in inference, in float32 and half precision,
-from torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are copied, and captured tensors are computed first,
-because the CPU template handles views and unfinished tensors wrongly in torch 2.13. Compiling takes about 4 s per
-layer, which the model counts as 0.4 ms per call. Where Inductor does not run it (``wrap``, ``rewrite``), the operator
-runs as products and a softmax: right, but not faster, so it is taken only with ``choose="fused"``. Inside the hook
-sites on the CPU are left, and ``torch.export.save`` cannot write the operator. It is not offered with dropout, or if
-the number of heads or a head dim is unknown. For CUDA the emitted calls were run as products and a softmax, and the
-Triton templates were rendered and compiled, without a GPU; their results and speed on a GPU are not known.
+Offers on CUDA devices for all of these, and on the CPU only for scores with more than a scale and a mask, in
+inference, in float32 and half precision, from torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are
+copied, and captured tensors are computed first, because the CPU template handles views and unfinished tensors wrongly
+in torch 2.13. Compiling takes about 4 s per layer, which the model counts as 0.4 ms per call. Where Inductor does not
+run it (``wrap``, ``rewrite``), the operator runs as products and a softmax: right, but not faster, so it is taken only
+with ``choose="fused"``. Inside the hook sites on the CPU are left, and ``torch.export.save`` cannot write the
+operator. It is not offered with dropout, or if the number of heads or a head dim is unknown. For CUDA the emitted
+calls were run as products and a softmax, and the Triton templates were rendered and compiled, without a GPU; their
+results and speed on a GPU are not known.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ import torch
 from torch.fx import GraphModule
 
 import attn_pass
-from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.entries.known import known_buffers
+from attn_pass.entries.transaction import decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
 from attn_pass.report.record import Report
@@ -42,7 +43,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
 
     def joining(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         known = known_buffers(gm, inputs, options) | {FOLDS_CONSTANTS: True}
-        reports.append(decide(gm, options, "compile", "inductor", known).report)
+        reports.append(decide(gm, options, "compile", "inductor", lambda: known).report)
         return gm.forward
 
     with warnings.catch_warnings(record=True) as caught, torch._inductor.config.patch(freezing=True):

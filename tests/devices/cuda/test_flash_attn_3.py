@@ -10,7 +10,7 @@ from typing import Any
 import flash_attn_3_stand_in as stand_in
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same_each
+from against_eager import NEG_INF, qkv, randn, same, same_each
 from flash_attn_programs import (
     BFLOAT,
     HALF,
@@ -237,6 +237,16 @@ def test_wide_heads_have_no_deterministic_backward() -> None:
         assert "up to 192" in site_of(plain, wide, **only).refusals["flash_attn_3"]
         assert site_of(plain, qkv(1, 2, 5, 5, 192, dtype=HALF, grad=True), **only).target == "flash_attn_3"
         assert site_of(plain, tuple(x.detach() for x in wide), **only).target == "flash_attn_3"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_algorithms_that_only_warn_refuse_nothing() -> None:
+    """Neither the target nor the kernel, which is told by what was decided."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        wide = qkv(1, 2, 5, 5, 200, dtype=HALF, grad=True)
+        same(plain, *wide, grad=True, rewritten=1, device="H100", targets=("flash_attn_3",))
     finally:
         torch.use_deterministic_algorithms(False)
 
