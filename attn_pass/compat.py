@@ -111,6 +111,19 @@ def traced_apart() -> Iterator[None]:
 
 
 @contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Hooks for saved tensors, such as those of a checkpoint around a compiled function, are called for none in here.
+
+    They are the program's, and what is saved while a rewrite is planned is not.
+    """
+    from torch._dynamo import utils
+
+    dynamo: Any = utils
+    with dynamo._disable_saved_tensors_hooks_during_tracing():
+        yield
+
+
+@contextmanager
 def own_metrics() -> Iterator[None]:
     """For a compile inside a compile: what Dynamo notes down of the one under way is kept, and is not added to."""
     from torch._dynamo import utils

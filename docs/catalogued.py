@@ -83,7 +83,7 @@ def spellings() -> Iterator[str]:
     yield "| operation | functions | methods | aten |"
     yield "|---|---|---|---|"
     spellings: dict[str, list[str]] = {}
-    for operation, _, spelled in vocabulary._TABLE:
+    for operation, _, spelled in vocabulary.TABLE:
         spellings.setdefault(operation, []).extend(spelled.split())
     for operation, names in spellings.items():
         names = list(dict.fromkeys(names))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from attn_pass.compat import held_now
@@ -29,7 +30,11 @@ def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
             buffers[node.name] = (_attribute_path(node), value)
     with_values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
-    parameters = {node.name: value for node, value in with_values if isinstance(value, torch.nn.Parameter)}
+    parameters = {
+        node.name: value
+        for node, value in with_values
+        if isinstance(value, torch.nn.Parameter) and not isinstance(value, FakeTensor)  # as DDPOptimizer compiles with
+    }
     return {KNOWN_TENSORS: buffers, PARAMETERS: parameters}
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.values import LAID_OUT, tensor_value, value_key
-from attn_pass.projections.layout import Joined, Place, joined_of, place_of
+from attn_pass.projections.layout import Joined, joined_of
 
 
 class LaidOut:
@@ -51,36 +50,12 @@ class LaidOut:
         """What Dynamo calls with the inputs of its graph."""
         if not self._joined:
             return compiled
-        all_joined, all_places = self._joined, [place for places, _ in self._joined for place in places]
-        firsts = [places[0] for places, _ in self._joined]
-        # What lies there: no copies, and no memory that this keeps.
-        known: dict[Place, list[ReferenceType[torch.Tensor]]] = {}
-
-        def joined(args: Sequence[Any], place: Place) -> list[torch.Tensor]:
-            nonlocal known
-            parameters = [[args[at] for at in places] for places, _ in all_joined]
-            tensors = [join(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
-            memory = [join.memory_of(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
-            lying = [tensor for tensor in memory if tensor is not None]
-            if place and len(lying) == len(memory):
-                known = {
-                    at: tensors for at, tensors in known.items() if all(tensor() is not None for tensor in tensors)
-                }
-                known[place_of([args[at] for at in all_places])] = [ref(tensor) for tensor in lying]
-            return tensors
-
-        def kept_at(place: Place) -> list[torch.Tensor] | None:
-            tensors = [tensor() for tensor in known.get(place, ())]
-            there = [tensor for tensor in tensors if tensor is not None]
-            return there if there and len(there) == len(tensors) else None
+        all_joined = self._joined
 
         def call(*args: Any) -> Any:
-            arguments, tensors, place = list(args), None, Place()
-            if not torch.is_grad_enabled():
-                place = place_of([args[at] for at in all_places])
-                tensors = kept_at(place)
-            for first, tensor in zip(firsts, tensors or joined(args, place)):
-                arguments[first] = tensor
+            arguments = list(args)
+            for places, join in all_joined:
+                arguments[places[0]] = join([args[at] for at in places])
             return compiled(*arguments)
 
         return call

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from attn_pass import engine
+from attn_pass.compat import without_saved_tensors_hooks
 from attn_pass.entries.breaks import break_after
 from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.inductor import compiled_site, folds_constants
@@ -93,7 +94,8 @@ def decide(
         values = {} if known is None else known()
         gm.meta |= values
         measures = options.tune or options.verify != "off"
-        with collect.root_graph(gm, report, program) as collected, progress() if measures else nullcontext():
+        shown = progress() if measures else nullcontext()
+        with without_saved_tensors_hooks(), collect.root_graph(gm, report, program) as collected, shown:
             changed = engine.rewrite_graph(
                 gm,
                 options=options,

@@ -136,6 +136,10 @@ class Effects:
                 return False
         return True
 
+    def add_beside(self, new: Node, old: Node) -> None:
+        """Tells of a new node, which writes to nothing and is computed where an old one is."""
+        self.position[new] = self.position[old]
+
     def put_in_place_of(self, new: Node, old: Node) -> None:
         """``new``, which is not in the graph this was read from, stands where ``old`` did and has its memory."""
         self.position[new] = self.position[old]

@@ -74,7 +74,7 @@ class Beside:
             new = self.graph.call_function(target, args, kwargs)
         key = value_key(self.node)
         new.meta = {**{k: v for k, v in self.node.meta.items() if k != key}, key: fake}
-        self.reader.order[new] = self.reader.order[self.node]
+        self.reader.effects.add_beside(new, self.node)
         self.reader.regions.add(new, self.reader.regions.of(self.node))
         self.nodes.append(new)
         return new

@@ -22,6 +22,7 @@ from attn_pass.graph.numbering import Numbers
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute
 from attn_pass.graph.values import PARAMETERS, tensor_value
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.projections.linear import Linear, linear_of
 from attn_pass.projections.read import ROLES, Operand, marked
 
@@ -129,6 +130,8 @@ class Grouping:
             return "its bias is one number for all features"
         if self._is_shared(linear):
             return "its weight or its bias is used elsewhere as well"
+        if weight is not None and (narrow := self._other_autocast(linear.node, weight)) is not None:
+            return f"autocast to {dtype_name(narrow)} joins no tensors of {dtype_name(weight.dtype)}"
         if self.effects.mutations(linear.node):
             return "its result is written in place"
         if before:
@@ -137,6 +140,11 @@ class Grouping:
                 if self.effects.mutation_between(node, first, last) is not None:
                     return "its input is written between the products"
         return ""
+
+    def _other_autocast(self, node: Node, weight: torch.Tensor) -> torch.dtype | None:
+        """What autocast computes a product in, if the weight is of the other half precision: torch.cat refuses that."""
+        dtype = self.regions.of(node).autocast_dtype(weight.device.type)
+        return dtype if weight.dtype.itemsize == 2 and dtype != weight.dtype else None
 
     def _changes(self, tensor: Node) -> str:
         """Why a weight or a bias may not be read with others; empty where it may."""

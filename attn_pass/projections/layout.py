@@ -9,32 +9,26 @@ every call, by their addresses: where someone gave one of them other memory, the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from weakref import ReferenceType, WeakValueDictionary, finalize, ref
+from collections.abc import Sequence
+from itertools import pairwise
+from weakref import WeakValueDictionary
 
 import torch
 
 from attn_pass.errors import RewriteError
 
-Place = tuple[tuple[int, torch.Size, tuple[int, ...]], ...]
-
 _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
 
 
-def refusal(parameters: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> str:
-    """Why parameters cannot be laid into one buffer; empty where they can, or lie in one already.
-
-    ``buffers`` are what some of them may have been laid into before.
-    """
+def refusal(parameters: Sequence[torch.Tensor]) -> str:
+    """Why parameters cannot be laid into one buffer; empty where they can, or lie in one already."""
     if lie_together(parameters):
         return ""
-    storages = [each.untyped_storage().data_ptr() for each in parameters]
-    own_storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    for each, storage in zip(parameters, storages):
+    for each in parameters:
         if reason := _refusal(each):
             return reason
-        if _is_held_elsewhere(each, storages.count(storage), storage in own_storages):
+        if _is_held_elsewhere(each, parameters):
             return "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
     return ""
 
@@ -51,23 +45,21 @@ def _refusal(parameter: torch.Tensor) -> str:
     return ""
 
 
-def _is_held_elsewhere(parameter: torch.Tensor, known: int, is_own: bool) -> bool:
-    """Whether its memory is held by more than the ``known`` parameters: a tensor, a process, a file, another library.
+def _is_held_elsewhere(parameter: torch.Tensor, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether its memory is held by more than these parameters: a tensor, a process, a file, another library.
 
-    ``is_own`` says that it is a buffer that was made here, which is held by one tensor more.
+    Several may lie in one buffer that has room for all, as they do after one was given other memory, but not overlap.
     """
     storage = parameter.untyped_storage()
+    inside = [each for each in parameters if each.untyped_storage().data_ptr() == storage.data_ptr()]
     own = torch.empty(1)  # whose memory nobody else holds, asked in the same way
-    holders = known + is_own + _holders(own.untyped_storage()) - 1
-    is_whole = is_own or (known == 1 and storage.nbytes() == parameter.nbytes)
+    is_held = _holders(storage) > _holders(own.untyped_storage()) - 1 + len(inside)
+    is_alone = len(inside) == 1 and storage.nbytes() == parameter.nbytes
+    is_part = not is_alone and storage.nbytes() != sum(each.nbytes for each in parameters)
     is_plain = storage.resizable() and not storage.is_shared() and not storage.is_pinned()
-    return not is_whole or not is_plain or _holders(storage) > holders
-
-
-def is_held(joined: torch.Tensor) -> bool:
-    """Whether a parameter still lies in the memory of a joined tensor."""
-    alone = torch.empty(1)
-    return _holders(joined.untyped_storage()) > _holders(alone.untyped_storage())
+    in_order = sorted(inside, key=torch.Tensor.data_ptr)
+    overlaps = any(one.data_ptr() + one.nbytes > other.data_ptr() for one, other in pairwise(in_order))
+    return is_held or is_part or not is_plain or overlaps
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
@@ -88,16 +80,12 @@ class Joined:
     """Parameters above each other as one tensor, for the calls of compiled programs.
 
     A program may be called with the parameters of several layers in turn, as one that is compiled for all of them is.
+    Nothing is kept between calls: neither memory nor where it was, which may be another's by then.
     """
 
     def __init__(self, shapes: Sequence[torch.Size]) -> None:
         self.shapes = tuple(shapes)  # of each parameter
         self.rows = tuple(shape[0] for shape in shapes)
-        self._known: dict[Place, torch.Tensor] = {}  # by the parameters' places, what keeps that memory
-
-    def memory_of(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The memory that all parameters lie in, as one tensor; None where they do not."""
-        return self._known.get(place_of(parameters))
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted.
@@ -112,51 +100,30 @@ class Joined:
 
     def plain(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same without a gradient; the memory of the parameters itself, wherever that is possible."""
-        known = self.memory_of(parameters)
-        if known is not None:
-            return known
-        with _LOCK, torch.inference_mode(False), torch.no_grad():
-            return self._laid_out(parameters)
-
-    def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         if (shapes := tuple([each.shape for each in parameters])) != self.shapes:
             have, had = (", ".join(str(tuple(shape)) for shape in each) for each in (shapes, self.shapes))
             raise RewriteError(
                 f"joined parameters have the sizes {have}, and the program was compiled for {had}: call"
                 " torch._dynamo.reset() after such a change, which torch 2.13 and newer find by themselves"
             )
-        if refusal(parameters, self._known.values()):
-            return torch.cat([each.detach() for each in parameters], 0)
-        if not lie_together(parameters):
-            memory = torch.cat([each.detach() for each in parameters], 0)
-            for each, rows in zip(parameters, memory.split(self.rows)):
-                each.data = rows
-        first = parameters[0].detach()
+        with torch.inference_mode(False), torch.no_grad():
+            return self._over(parameters[0]) if lie_together(parameters) else self._laid_out(parameters)
+
+    def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        with _LOCK:
+            if not lie_together(parameters):  # another thread may have been here
+                memory = torch.cat([each.detach() for each in parameters], 0)
+                if refusal(parameters):
+                    return memory
+                for each, rows in zip(parameters, memory.split(self.rows)):
+                    each.data = rows
+            return self._over(parameters[0])
+
+    def _over(self, first: torch.Tensor) -> torch.Tensor:
+        """The memory from the first parameter on, as a tensor of its own and not as a view of that one."""
+        joined = torch.empty(0, dtype=first.dtype, device=first.device)
         shape = (sum(self.rows), *first.shape[1:])
-        joined = torch.empty(0, dtype=first.dtype, device=first.device)  # no view, which would keep ``first`` as well
-        joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-        for place, known in self._known.copy().items():
-            if not is_held(known):
-                self.forget(place)
-        place = place_of(parameters)
-        self._known[place] = joined
-        finalize(parameters[0], _forget, ref(self), place)
-        return joined
-
-    def forget(self, place: Place) -> None:
-        """Lets go of the memory of parameters that lie, or lay, at this place."""
-        self._known.pop(place, None)
-
-
-def _forget(joined: ReferenceType[Joined], place: Place) -> None:
-    """A parameter is gone, with its model perhaps: compiled programs live longer, and must not keep its memory."""
-    if (known := joined()) is not None:
-        known.forget(place)
-
-
-def place_of(parameters: Sequence[torch.Tensor]) -> Place:
-    """Where each of them lies, and how: it may have been cut or transposed where it is."""
-    return tuple([(each.data_ptr(), each.shape, each.stride()) for each in parameters])
+        return joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
 
 
 _JOINED: WeakValueDictionary[tuple[object, ...], Joined] = WeakValueDictionary()

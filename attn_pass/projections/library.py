@@ -42,8 +42,8 @@ def give_to_libraries(
 
     ``program`` is "compile" or "aoti", ``region`` the state around the graph, ``device`` the one that is decided for.
     """
-    is_constant = bool(gm.meta.get(FOLDS_CONSTANTS))
-    if is_constant and program == "aoti":
+    folds = bool(gm.meta.get(FOLDS_CONSTANTS))
+    if folds and program == "aoti":
         return []  # Inductor packs them for the same library, and fuses what follows
     regions = Regions(gm.graph, region)
     found: list[tuple[Linear, LinearLayer, FasterLinear, Node | None]] = []
@@ -53,7 +53,8 @@ def give_to_libraries(
             continue
         if program == "compile" and _may_be_trained(linear, regions.of(node)):
             continue
-        layer = _facts(linear, sizes, is_constant)
+        # With ``freezing`` as an option of one compile Dynamo passes weights as inputs all the same.
+        layer = _facts(linear, sizes, is_constant=folds and linear.weight.op == "get_attr")
         faster = None if layer is None else _faster(linear, layer, device)
         if layer is not None and faster is not None:
             found.append((linear, layer, faster, _applied(node, regions, faster)))
@@ -94,7 +95,7 @@ def _may_be_trained(linear: Linear, region: Region) -> bool:
     return region.grad_enabled is not False and any(wants_gradient(operand) for operand in operands)
 
 
-def _facts(linear: Linear, sizes: Sizes, is_constant: bool) -> LinearLayer | None:
+def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool) -> LinearLayer | None:
     """What a layer's speed depends on; None for one that is no product of plain tensors of one dtype."""
     fakes = [tensor_value(node) for node in (linear.node, linear.input, *linear.parameters)]
     if any(type(fake) is not FakeTensor or fake.layout != torch.strided for fake in fakes):

@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
@@ -17,7 +18,6 @@ from attn_pass.reading.rows import Rows
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.vocabulary import Call, tensor_dims
 
-_RMS_EPS = {"torch.float64": 2.220446049250313e-16, "torch.float32": 1.1920928955078125e-07}
 _CALLS: dict[str, Literal["rms", "layer", "l2"]] = {"rms_norm": "rms", "layer_norm": "layer", "normalize": "l2"}
 
 
@@ -50,7 +50,9 @@ def norm_call(reader: Reader, node: Node) -> NormCall | None:
     shape = call["normalized_shape"]
     if len(shape if isinstance(shape, (list, tuple)) else [shape]) != 1:
         return None
-    eps = call["eps"] if call["eps"] is not None else _RMS_EPS.get(str(fake.dtype), 0.0)
+    # That of an RMS norm is by default the machine epsilon of the dtype it is computed in, float32 for half precision.
+    computed = torch.promote_types(fake.dtype, torch.float32) if fake.is_floating_point() else torch.float32
+    eps = torch.finfo(computed).eps if call["eps"] is None else call["eps"]
     tensors = [call.get(name) for name in ("weight", "bias")]
     if not isinstance(eps, float) or any(t is not None and not isinstance(t, Node) for t in tensors):
         return None

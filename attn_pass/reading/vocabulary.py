@@ -21,7 +21,7 @@ from attn_pass.model.operations import OPERATIONS
 # op, parameters in order ("*x" takes the rest, "x=v" has a default), then every spelling:
 #   torch.* and F.* functions, operator.* functions (op.), methods (.name), aten overloads (aten.).
 # An in-place spelling is not listed: a trailing underscore, operator.i* and setitem are recognised by rule.
-_TABLE: tuple[tuple[str, str, str], ...] = (
+TABLE: tuple[tuple[str, str, str], ...] = (
     # views: shapes are taken from the fake values, never from arguments
     (
         "reshape",
@@ -271,7 +271,7 @@ def resolve(spelling: str) -> Any:
 def _rows() -> tuple[dict[Callable[..., Any], Row], dict[str, Row]]:
     functions: dict[Callable[..., Any], Row] = {}
     methods: dict[str, Row] = {}
-    for op, parameters, spellings in _TABLE:
+    for op, parameters, spellings in TABLE:
         row = parse_row(op, parameters)
         for spelling in spellings.split():
             if spelling.startswith("."):

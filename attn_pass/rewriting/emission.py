@@ -126,7 +126,7 @@ def _give_stand_ins(
     try:
         gone = {result, *internal}
         for stand_in, user in give_stand_ins(context.gm.graph, shape_uses, gone, context.sizes):
-            context.effects.position[stand_in] = context.effects.position[user]
+            context.effects.add_beside(stand_in, user)
             context.regions.add(stand_in, context.regions.of(user))
     except NoSize as error:
         raise HoldsForSome(str(error)) from None

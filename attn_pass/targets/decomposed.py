@@ -89,7 +89,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     AFFINE,
     Constraint("form", "it is written as products and a softmax already", lambda c: not c.setting.eager_form),
     Constraint("device", lambda c: not_served(c.setting), lambda c: serves(Decomposed.name, c.setting)),
-    Constraint("dropout", "dropout is left to the call", lambda c: not c.attention.dropout),
+    Constraint("dropout", "it has dropout, which the call draws", lambda c: not c.attention.dropout),
     Constraint(
         "autocast",
         "autocast would treat products and softmax differently from the call",

@@ -140,7 +140,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     unless("torch's call", lambda c: Sdpa().unfit(c.attention, c.setting)),
     Constraint(
         "mask",
-        "a plain call takes it",
+        "torch's call takes the mask as it is",
         lambda c: not (c.attention.mask.is_none or c.attention.is_causal or c.setting.fused_as_written),
     ),
     Constraint(

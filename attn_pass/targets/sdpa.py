@@ -19,8 +19,8 @@ A mask that depends only on the difference of key and row (ALiBi, T5's buckets, 
 the program and needs no gradient becomes one vector of distances, computed by the program's own operations. The kernel
 sees it as a matrix whose strides are both 1, with the queries in reverse order, so no matrix is materialised.
 
-Offers where torch would use a fused kernel; ``kernels`` has the constraints of each, so that nothing is offered that
-would fall back to the unfused path.
+Offers where torch would use a fused kernel; the family of the device has the constraints of each (``kernel_rules``), so
+that nothing is offered that would fall back to the unfused path.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class SdpaPlan:
     kernel: str
     head_dim: int | None
     by_distance: ByDistance | None = None
+    joins_sink: bool = False  # the sink becomes a key
 
 
 class Sdpa:
@@ -99,7 +100,7 @@ class Sdpa:
         if decided.head_dim is not None:
             dims, copied = (max(dims), max(dims)), copied + problem.operand_bytes
         mask_elements = problem.mask_elements if by_distance is None else setting.hint(by_distance.axis.size)
-        if is_joined(attention, setting):
+        if decided.joins_sink:
             mask_elements, copied = problem.scores, copied + problem.operand_bytes
         problem = replace(
             problem,
@@ -128,9 +129,10 @@ class Sdpa:
         kernel = self._kernel(a, setting, mask_needs_grad=wants_mask_gradient(a))
         if (reason := mask_refusal(a, setting)) is not None:
             raise Unfit(reason)
-        form = mask_form(a, setting) if not is_joined(a, setting) else MaskForm("additive")
+        joins_sink = is_joined(a, setting)
+        form = MaskForm("additive") if joins_sink else mask_form(a, setting)
         head_dim = None if family_of(setting.device).takes_unequal_head_dims else common_head_dim(a)
-        return SdpaPlan(form, kernel, head_dim, _distance_mask(a, form, setting))
+        return SdpaPlan(form, kernel, head_dim, _distance_mask(a, form, setting), joins_sink)
 
     def unfit(self, a: Attention, setting: Setting) -> str | None:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
@@ -178,7 +180,7 @@ class Sdpa:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
         by_distance = decided.by_distance
-        if a.sink is not None and is_joined(a, setting):
+        if a.sink is not None and decided.joins_sink:
             key, value, mask = with_key_of_zeros(lower, a.sink, key, value, setting)
         elif a.sink is not None:
             return lower.result(with_logarithm(lower, a.sink, (query, key, value), decided.mask, setting))

@@ -3,7 +3,7 @@
 For machines without a GPU: graphs rewritten for a CUDA device then run here, under eager, torch.compile and export, and
 compute the documented function in float64, forward and backward. Whatever a kernel would refuse, or read wrongly,
 raises. The constraints are written down once more here, from the sources of torch 2.13 (sdp_utils.cpp, flash_api.cpp,
-attention.cu, MHA.cpp), and not taken from the rules of `attn_pass.targets.torch_call`: each checks the
+attention.cu, MHA.cpp), and not taken from `attn_pass.devices.cuda.rules`: each checks the
 other.
 
 This says that a call is one the kernel takes, and what it means; not that the kernel is right or fast.

@@ -16,10 +16,14 @@ from loaded_modules import loaded
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 
 import attn_pass
+from attn_pass.entries.known import known_buffers
 from attn_pass.entries.snapshot import Snapshot
+from attn_pass.graph.values import PARAMETERS
+from attn_pass.options import Options
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -492,6 +496,20 @@ def test_graphs_that_share_their_metadata_are_decided_one_by_one() -> None:
     with attn_pass.record() as report, torch.no_grad():
         torch.compile(attention, backend=in_two_parts)(q, q, q)
     assert [site.outcome for site in report.sites] == ["rewritten"] * 2
+
+
+def test_parameters_that_a_splitter_of_graphs_hands_over_as_fakes_are_not_known() -> None:
+    """As DDPOptimizer compiles the parts of a graph."""
+    linear, known = torch.nn.Linear(4, 4), []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        mode = FakeTensorMode()
+        for given in (inputs, [mode.from_tensor(x) for x in inputs]):
+            known.append(len(known_buffers(gm, given, Options())[PARAMETERS]))
+        return gm.forward
+
+    torch.compile(linear, backend=backend)(torch.randn(2, 4))
+    assert known == [2, 0]
 
 
 @pytest.mark.parametrize("by_option", [True, False])

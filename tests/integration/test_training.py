@@ -487,3 +487,23 @@ def test_a_second_backward_fails_as_the_call_itself_does() -> None:
         (first,) = torch.autograd.grad(run(*inputs).pow(2).sum(), inputs[:1], create_graph=True)
         assert torch.autograd.grad(first.sum(), inputs[:1])[0].isfinite().all()
     assert not report.rewritten
+
+
+@pytest.mark.parametrize("context", ["a checkpoint", "hooks of the program"])
+def test_a_compiled_layer_that_is_compiled_inside(context: str) -> None:
+    """What is saved is packed by whoever is around it, and what is saved while a rewrite is planned is not."""
+    torch._dynamo.reset()
+    run = torch.compile(attend, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))
+    packed: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
+    inputs = qkv(grad=True)
+    with attn_pass.record() as report:
+        if context == "a checkpoint":
+            out = checkpoint(run, *inputs, use_reentrant=False)
+        else:
+            with hooks:
+                out = run(*inputs)
+        gradients = torch.autograd.grad(out.sum(), inputs)
+    assert len(report.rewritten) == 1 and all(type(x) is Tensor or type(x) is nn.Parameter for x in packed)
+    for ours, eager in zip(gradients, torch.autograd.grad(attend(*inputs).sum(), inputs), strict=True):
+        torch.testing.assert_close(ours, eager)

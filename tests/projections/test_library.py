@@ -12,6 +12,7 @@ import padded_encoders as padded
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -74,7 +75,7 @@ def decided(
     model, backend = Around(layer, dtype), Decided(**more)
     x = torch.randn(B, L, E) if x is None else x
     torch._dynamo.reset()
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), torch._inductor.config.patch(freezing=backend.frozen):
         got = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(x.to(dtype))
         plain = model(x.to(dtype))
         exact = model.double()(x.to(dtype).double())
@@ -208,6 +209,7 @@ def test_left(name: str) -> None:
 def test_taken_without_their_neighbours() -> None:
     """What the table above leaves is taken where the one thing that refuses it is not there."""
     assert decided(F.linear, frozen=True).calls == 1
+    assert decided(F.linear, dtype=torch.bfloat16).calls == 1
     assert decided(F.linear, program="aoti").calls == 1
     assert decided(F.linear, MANY, dynamic=True).calls == 1
     assert decided(inside_no_grad, grad=True).calls == 1
@@ -328,17 +330,29 @@ def test_compiled(dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, "max-autotune-no-cudagraphs"])
 def test_frozen(mode: str | None) -> None:
-    """By Inductor's setting for this compile; one that times products itself is left to do so."""
+    """By Inductor's setting for all compiles; one that times products itself is left to do so."""
     model = Around(lambda x, w, b: F.linear(x, w, b).flatten(0, 1) @ w).eval()
     x = torch.randn(B, L, E)
-    options = {"choose": "fused", "tune": False, "on_error": "raise", "freezing": True}
+    options: dict[str, Any] = {"choose": "fused", "tune": False, "on_error": "raise"}
     if mode is not None:
         options["max_autotune"] = True
     torch._dynamo.reset()
-    with torch.no_grad(), attn_pass.record() as report:
-        got = torch.compile(model, backend=attn_pass.backend, options=options)(x)
+    frozen = torch._inductor.config.patch(freezing=True)
+    with torch.no_grad(), frozen, attn_pass.record() as report:
+        got, (code,) = run_and_get_code(torch.compile(model, backend=attn_pass.backend, options=options), x)
         torch.testing.assert_close(got, model(x), rtol=1e-4, atol=1e-4)
     assert sum(record.layers for record in report.linear_layers) == (2 if mode is None else 0)
+    assert "_frozen_param" in code
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN asks for AVX-512")
+def test_freezing_as_an_option_of_one_compile_freezes_nothing() -> None:
+    """Dynamo does not see it, and passes weights as inputs all the same."""
+    backend, model = Decided(frozen=True), Around(F.linear, torch.bfloat16)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(torch.randn(B, L, E, dtype=torch.bfloat16))
+    assert backend.calls == 1
 
 
 @pytest.mark.slow

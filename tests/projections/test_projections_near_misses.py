@@ -120,6 +120,16 @@ def test_a_weight_that_the_program_writes() -> None:
     assert [r.roles for r in traced.records if r.outcome == "joined"] == [("query", "value")]
 
 
+def test_autocast_to_the_other_type_of_half_precision() -> None:
+    """Under which torch.cat refuses what a product takes."""
+    model, x = Projected().half(), torch.randn(B, L, E, dtype=torch.half)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = Traced(model)
+        got, wanted = traced(x), model(x)
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+    assert "autocast to bfloat16 joins no tensors of float16" in {r.reason for r in traced.records}
+
+
 class Computed(Projected):
     """A weight that the program computes."""
 

@@ -185,33 +185,43 @@ def test_one_program_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(3):
             _others_of(layers[0])
             torch.testing.assert_close(run[0](x), layers[0](x))
-    assert all(len(each._known) <= len(layers) for each in joined)
 
 
-def test_memory_of_a_model_that_is_gone() -> None:
-    """Compiled programs outlive the models that they were compiled for; the memory does not."""
-    parameters = [nn.Parameter(torch.randn(3, 16)) for _ in range(2)]
+def test_memory_that_others_have_now() -> None:
+    """Parameters lie where those of another layer lay before, which were moved as a whole."""
+    joined = Joined([torch.Size((1024, 1024))] * 2)
+    with torch.no_grad():
+        for _ in range(5):
+            first = [nn.Parameter(torch.randn(1024, 1024)) for _ in range(2)]
+            joined(first)
+            nn.ParameterList(first).share_memory()
+            second = [nn.Parameter(rows) for rows in torch.randn(2048, 1024).split(1024)]
+            for parameters in (second, first):
+                assert torch.equal(joined(parameters), torch.cat(list(parameters)))
+
+
+def test_parameters_can_be_swapped() -> None:
+    """`torch.utils.swap_tensors` refuses what someone has a weak reference to."""
+    parameters = [nn.Parameter(torch.randn(E, E)) for _ in range(2)]
     joined = joined_of(parameters)
     with torch.no_grad():
-        assert joined(parameters).shape == (6, 16)
-    assert lie_together(parameters) and joined.memory_of(parameters) is not None
-    parameters.clear()
-    gc.collect()
-    assert not joined._known
+        joined(parameters)
+        torch.utils.swap_tensors(parameters[0], nn.Parameter(torch.randn(E, E)))
+        assert torch.equal(joined(parameters), torch.cat(parameters)) and lie_together(parameters)
 
 
 def test_memory_of_a_compiled_model_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_pass.projections import layout
 
     joined: list[weakref.ref[Tensor]] = []
-    join = layout.Joined._laid_out
+    join = layout.Joined.plain
 
-    def laid_out(self: Joined, parameters: Any) -> Tensor:
+    def plain(self: Joined, parameters: Any) -> Tensor:
         memory = join(self, parameters)
         joined.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(layout.Joined, "_laid_out", laid_out)
+    monkeypatch.setattr(layout.Joined, "plain", plain)
     model = Two().eval()
     run = compiled(model, monkeypatch)
     with torch.no_grad():
@@ -273,7 +283,7 @@ def test_a_parameter_that_is_cut_where_it_lies_is_an_error() -> None:
     run = joined_of([first, second])
     with torch.no_grad():
         run([first, second])
-        assert run.memory_of([first, second]) is not None
+        assert lie_together([first, second])
         first.data = first.data[:3]
         with pytest.raises(RewriteError, match="compiled for"):
             run([first, second])

@@ -40,6 +40,18 @@ def test_a_report_has_it_in_every_form(report: Report) -> None:
     assert f"<th>query</th><td>{EXPECTED}</td>" in report.to_html()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_rms_norm_without_an_eps_has_float32s(dtype: torch.dtype) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (F.rms_norm(q, (8,)) @ k.mT).softmax(-1) @ v
+
+    (site,) = attn_pass.explain(run, *torch.randn(3, 2, 3, 5, 8, dtype=dtype)).sites
+    assert site.prologue["query"].startswith("RMS norm over the head dim (eps 1.19")
+    small = torch.full((8,), 1e-4, dtype=dtype)
+    by_hand = small.float() / (small.float().pow(2).mean() + torch.finfo(torch.float32).eps).sqrt()
+    torch.testing.assert_close(F.rms_norm(small, (8,)), by_hand.to(dtype))
+
+
 def test_the_table_has_it_where_all_is_asked_for(report: Report) -> None:
     assert f"query, key: {EXPECTED}" in " ".join(report.table(1000, verbose=True).split())
     assert "rotary" not in report.table(1000)

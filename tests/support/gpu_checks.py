@@ -203,7 +203,7 @@ def aotriton_flash(c: Handed) -> Iterator[str]:
     if len({x.size(-1) for x in c.operands}) > 1 or c.query.size(-1) > 512:
         yield "head dims"
     if c.is_causal and c.query.size(-2) != c.key.size(-2):
-        yield "causal with unequal lengths"
+        yield "the mask is causal, and there are not as many keys as queries"
     if c.query.dtype not in HALF:
         yield "dtype"
 

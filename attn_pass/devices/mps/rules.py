@@ -128,7 +128,7 @@ PREFILL = KernelRules(
         ),
         Rule(
             "causal lengths",
-            "causal with unequal lengths",
+            "the mask is causal, and there are not as many keys as queries",
             equal_causal_lengths,
             f"prefill_attention in {_PREFILL_KERNEL} takes it; not confirmed on a GPU",
             checked=NEVER,

@@ -66,20 +66,3 @@ def generation_of(soc: str) -> Generation | None:
         if any(soc.lower().startswith(begins.lower()) for begins in known.socs):
             return known
     return None
-
-
-# ---------------------------------------------------------------- the on-chip buffer, for the report
-
-
-BUFFER_BYTES = 256 * 1024  # of a vector core
-_TENSORS = 5  # that the tile's buffer holds at once: query, key, value, result and scratch
-
-
-def buffer_bytes(tile: int, dim: int, itemsize: int = 2) -> int:
-    """What a tile of so many rows takes of the buffer; a model (seed S5), not the kernel's own tiling."""
-    return tile * dim * itemsize * _TENSORS
-
-
-def fits(tile: int, dim: int, itemsize: int = 2) -> bool:
-    """Whether a tile fits the buffer."""
-    return buffer_bytes(tile, dim, itemsize) <= BUFFER_BYTES

@@ -219,7 +219,7 @@ RULES: tuple[Constraint[Case], ...] = (
         "the mask needs a gradient, which the operator does not give",
         lambda c: not _mask_needs_grad(c.attention),
     ),
-    Rule("scale", "a scale of 0 beside a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
+    Rule("scale", "the scale is 0, and there is a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
     Rule(
         "numerics",
         "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there",

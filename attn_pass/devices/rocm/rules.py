@@ -51,7 +51,7 @@ ARCHITECTURE = Rule(
 CAUSAL = Rule(
     # The memory-efficient kernel's check has no such row; what it gives for unequal lengths is not known here.
     "causal lengths",
-    "causal with unequal lengths",
+    "the mask is causal, and there are not as many keys as queries",
     equal_causal_lengths,
     f"check_flash_causal_non_square_seqlens in {CUDA_CHECKS}",
 )

@@ -96,6 +96,7 @@ class FlexPlan:
     options: tuple[tuple[str, object], ...] = ()  # names are those of `FlexKernelOptions`
     valid: ValidRange | None = None  # the keys whose blocks are listed
     block_map: KeptBlocks | None = None  # what says which blocks are listed, when the program runs
+    in_triton: bool = True  # the template's language; else it is C++
 
 
 class Flex:
@@ -181,7 +182,8 @@ class Flex:
         band = None
         if function.mask is None or not in_triton:
             band = Band() if function.mask is None else visible(a)
-        return FlexPlan(function, _BLOCKS[template_name(setting)], band, self._options(a) if in_triton else (), a.valid)
+        options = self._options(a) if in_triton else ()
+        return FlexPlan(function, _BLOCKS[template_name(setting)], band, options, a.valid, in_triton=in_triton)
 
     def _options(self, a: Attention) -> tuple[tuple[str, object], ...]:
         """The options of the CUDA templates."""
@@ -195,7 +197,7 @@ class Flex:
         """Plans the operator with its score function and block mask."""
         a, function = offer.attention, offer.plan.function
         lower = Lowering(plan, nodes, a)
-        in_triton = template_name(setting) == "triton"
+        in_triton = offer.plan.in_triton
         dtype = a.compute_dtype
         heads_first = (lower.query(dtype), lower.key(dtype), lower.value(dtype))
         operands = [self.operand(plan, x, in_triton=in_triton) for x in heads_first]

@@ -76,7 +76,7 @@ SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (INFERENCE, {"q_len": 2, "kv_len": 262145}, {"q_len": 1, "kv_len": 262145}, "262145 keys of one query row"),
     (TRAINING, {"grad": True, **MASKED}, {"grad": True, "learned": True, **MASKED}, "the mask needs a gradient"),
     (INFERENCE, {"learned": True, **MASKED}, {"grad": True, "learned": True, **MASKED}, "gradient"),
-    (INFERENCE, {"scale": 0.0}, {"scale": 0.0, **MASKED}, "a scale of 0 beside a mask"),
+    (INFERENCE, {"scale": 0.0}, {"scale": 0.0, **MASKED}, "the scale is 0"),
     (INFERENCE, {"numerics": "strict", **MASKED},
      {"numerics": "strict", "never_empty": False, "empty_row_is_nan": True, **MASKED}, "strict"),
     (INFERENCE, {"numerics": "strict", "never_empty": False, **MASKED},

@@ -232,7 +232,7 @@ _OURS: tuple[Rule, ...] = (
     Rule(
         # By its sources it takes them, from the first key on; not confirmed on a GPU.
         "causal lengths",
-        "causal with unequal lengths",
+        "the mask is causal, and there are not as many keys as queries",
         equal_causal_lengths,
         f"can_use_cudnn_attention in {CUDA_CHECKS} takes it; not confirmed on a GPU",
         checked=NEVER,
