@@ -1,4 +1,7 @@
-"""Rewrites one root graph: bodies, sites, the choice for each, the edit, the record. Errors stay with their site."""
+"""Rewrites one root graph: bodies, sites, the choice for each, the edit, the record. Errors stay with their site.
+
+Then what surrounds the sites, each once for the whole graph: padding, projections, linear layers, operands.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 from attn_pass.devices.base import Finder
-from attn_pass.devices.device import Device
 from attn_pass.devices.registry import decomposed_calls, families, settled_kernels
 from attn_pass.errors import OptionError, RewriteError, first_line
 from attn_pass.graph import allowed
@@ -20,7 +22,7 @@ from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.provenance import Emission, mark
 from attn_pass.graph.regions import Region, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies
-from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
+from attn_pass.graph.values import MAY_BE_ZERO, Sizes
 from attn_pass.model.formula import formula_of
 from attn_pass.model.views import NoView
 from attn_pass.options import Options, Runner
@@ -50,12 +52,12 @@ from attn_pass.rewriting.decision import Partners, decision_for, stays
 from attn_pass.rewriting.emission import HoldsForSome, emit
 from attn_pass.rewriting.left_to_stock import let_stock
 from attn_pass.rewriting.record import cases_of, picture_of_site, record_choice, record_taken
-from attn_pass.rewriting.run import MeasurePlace, Run
+from attn_pass.rewriting.run import MeasureSite, Run
 from attn_pass.rewriting.setting import made_of
 from attn_pass.tuning.tuner import Tuner
 from attn_pass.verify import CompileSite, Mismatch
 
-__all__ = ["MeasurePlace", "rewrite_graph"]
+__all__ = ["MeasureSite", "rewrite_graph"]
 
 
 def rewrite_graph(
@@ -65,7 +67,7 @@ def rewrite_graph(
     report: Report,
     program: str,
     runner: Runner = "other",
-    measure: MeasurePlace | None = None,
+    measure: MeasureSite | None = None,
     compile_site: CompileSite | None = None,
     emissions: list[Emission] | None = None,
     without: Mapping[str, str] | None = None,
@@ -125,43 +127,26 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence
     """Runs what surrounds the attentions without padding, where that is proved, and records what came of it."""
     operators = {operator for family in families() for operator in family.attention_of_packed_rows()}
     draws = run.program != "compile" or not torch._inductor.config.fallback_random
-
-    def complain(message: str, error: Exception) -> None:
-        run.complain(None, message, error)
-
-    def device(site: Node) -> Device:
-        value = tensor_value(site)
-        return run.device(torch.device("cpu") if value is None else value.device)
-
-    regions = take_padding_out(Graph(gm, operators, run.sizes, region, run.options, device, draws), complain)
+    graph = Graph(gm, operators, run.sizes, region, run.options, run.device_of, draws)
+    regions = take_padding_out(graph, functools.partial(run.complain, None))
     names = {family.packs_rows for family in families()}
     run.report.regions += [*regions, *of_other_targets(sites, names - {""})]
     if any(r.outcome == "packed" for r in regions):
-        gm.graph.lint()
-        gm.recompile()
+        _check(gm)
 
 
 def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
     """Makes one product of linear layers of one input, and records what came of all projections; whether it changed."""
-
-    def device(node: Node) -> Device:
-        value = tensor_value(node)
-        return run.device(torch.device("cpu") if value is None else value.device)
-
-    def complain(message: str, error: Exception) -> None:
-        run.complain(None, message, error)
-
     without = run.without.get(JOINED, "")
     may_lay_out = run.program == "compile" and run.runner == "inductor" and run.options.join_projections == "parameters"
     any_strides = [operator for family in families() for operator in family.attention_of_packed_rows()]
-    graph = Projected(gm, run.program, run.sizes, region, run.options, device, without, may_lay_out, any_strides)
-    records = join_projections(graph, complain)
+    graph = Projected(gm, run.program, run.sizes, region, run.options, run.device_of, without, may_lay_out, any_strides)
+    records = join_projections(graph, functools.partial(run.complain, None))
     unmark(gm)
     run.report.projections += records
     if not any(r.outcome == "joined" for r in records):
         return False
-    gm.graph.lint()
-    gm.recompile()
+    _check(gm)
     return True
 
 
@@ -174,8 +159,7 @@ def _give_to_libraries(run: Run, gm: GraphModule, region: Region) -> None:
         return
     run.report.linear_layers += records
     if records:
-        gm.graph.lint()
-        gm.recompile()
+        _check(gm)
 
 
 def _settle_operands(run: Run, gm: GraphModule) -> None:
@@ -187,8 +171,13 @@ def _settle_operands(run: Run, gm: GraphModule) -> None:
             run.complain(None, f"operands of the {family.name} kernels stay as they are", error)
             settled = True  # perhaps some of them
         if settled:
-            gm.graph.lint()
-            gm.recompile()
+            _check(gm)
+
+
+def _check(gm: GraphModule) -> None:
+    """Checks a graph that was changed, and makes its code anew."""
+    gm.graph.lint()
+    gm.recompile()
 
 
 class _Rewriting:
@@ -232,8 +221,7 @@ class _Rewriting:
                 joined_scores.erase_unused(gm.graph, context.joined)
             touched |= allowed.settle(context.pieces)
         if touched:
-            gm.graph.lint()
-            gm.recompile()
+            _check(gm)
         return touched
 
     def _sites(self) -> Iterator[Site]:

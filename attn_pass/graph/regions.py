@@ -22,6 +22,8 @@ from torch.fx.node import Target
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn_pass.graph.subgraphs import operator_name
+from attn_pass.graph.values import fake_value
+from attn_pass.model.dtype_name import dtype_name
 
 Autocast = tuple[str, torch.dtype | None, bool, bool | None]
 """What autocast does for one device type: (device_type, dtype, enabled, cache); (.., None, False, None) if off."""
@@ -82,7 +84,7 @@ class Region:
 
     def describe(self) -> str:
         """The state in words, for a reason in a report: "autocast(cpu, bfloat16), gradients off"."""
-        words = [f"autocast({device}, {_short(dtype)})" for device, dtype, on, _ in self.autocast if on]
+        words = [f"autocast({device}, {dtype_name(dtype)})" for device, dtype, on, _ in self.autocast if on and dtype]
         if self.autocast and not words:
             words.append("autocast off")
         for value, name in (
@@ -304,7 +306,7 @@ def _exit_other(kind: str) -> _Change:
 
 def _set_other(name: str) -> _Change:
     def change(state: _State, node: Node) -> None:
-        if not any(isinstance(_value(n), torch.Tensor) for n in node.all_input_nodes):
+        if not any(isinstance(fake_value(n), torch.Tensor) for n in node.all_input_nodes):
             state.others[name] = str((*node.args, *node.kwargs.items()))
 
     return change
@@ -406,17 +408,8 @@ def _device(entry: Autocast) -> str:
     return entry[0]
 
 
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
-
-
-def _value(node: Node) -> Any:
-    value = node.meta.get("example_value")
-    return node.meta.get("val") if value is None else value
 
 
 __all__ = ["Autocast", "Region", "Regions", "region_of_body"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,8 @@ from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
+
+from attn_pass.tuning.clock import order_of
 
 Inputs = tuple[torch.Tensor, ...]
 Runner = Callable[..., Any]
@@ -104,14 +105,11 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """A sample of each a round, in another order every round.
 
-    No one always follows the same other one, whose threads may still spin and whose data fill the caches; with another
-    ``seed`` the orders are others. What raises is left out from then on, with its error in ``failed``, where that is
-    given.
+    What raises is left out from then on, with its error in ``failed``, where that is given.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
-    names = list(samplers)
     for number in range(rounds):
-        for name in random.Random(f"{number} {seed}" if seed else number).sample(names, len(names)):
+        for name in order_of(number, samplers, seed):
             if failed is None:
                 samples[name].append(samplers[name]())
             elif name not in failed:

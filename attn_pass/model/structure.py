@@ -163,7 +163,7 @@ EVERYTHING = Structure()
 
 
 def row_index(rows: tuple[Axis, ...]) -> Index:
-    """The position in the query's length that row axes, slowest first, amount to."""
+    """The position that axes of one dimension, slowest first, amount to: those of rows in the query's length."""
     total: Index = 0
     for axis in rows:
         total = total * axis.size + axis_index(axis)

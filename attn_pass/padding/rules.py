@@ -245,11 +245,6 @@ def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
     return Rule(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
 
 
-def _pieces(rules: Rules, node: Node, call: Call) -> Rule | None:
-    dim, rank = call["dim"], len(rules.shape(node))
-    return rules.keeping(node, call["input"], [d for d in range(rank) if d != dim % rank])
-
-
 def _without_dim(rules: Rules, node: Node, call: Call) -> Rule | None:
     source, dim = call["input"], call["dim"]
     if not isinstance(source, Node) or not isinstance(dim, int) or not isinstance(call.get("index", 0), int):
@@ -318,7 +313,7 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
     "vector_norm": _over("dim", keeps=False),
     "embedding": _embedding,
     "cat": _cat,
-    "pieces": _pieces,
+    "pieces": _sliced,
     "unbind": _without_dim,
     "select": _without_dim,
     "slice": _sliced,

@@ -1,4 +1,4 @@
-"""`GraphContext`: a graph and all that is known of it, complete once constructed, with the graphs around it."""
+"""`GraphContext`: a graph and all that is known of it, with the graphs around it."""
 
 from __future__ import annotations
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch.fx import Node
 
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import device_for
 from attn_pass.errors import AttnPassWarning, first_line
 from attn_pass.graph.provenance import Emission
-from attn_pass.graph.values import Sizes
+from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.options import Options, Runner
 from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Measured
@@ -24,7 +25,7 @@ from attn_pass.report.site import SiteReport
 from attn_pass.tuning.tuner import TuningSite
 from attn_pass.verify import CompileSite
 
-MeasurePlace = Callable[[TuningSite, Sequence[str]], Measured | str]
+MeasureSite = Callable[[TuningSite, Sequence[str]], Measured | str]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Run:
     sizes: Sizes
     dropout_sites: DropoutSites  # of the root graph
     runner: Runner = "other"
-    measure: MeasurePlace | None = None
+    measure: MeasureSite | None = None
     compile_site: CompileSite | None = None
     emissions: list[Emission] = field(default_factory=list)
     without: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +59,11 @@ class Run:
         if tensors not in self._devices:
             self._devices[tensors] = device_for(tensors, self.options.device, self.options.runtime)
         return self._devices[tensors]
+
+    def device_of(self, node: Node) -> Device:
+        """That of the tensor that a node gives; the CPU for anything else."""
+        value = tensor_value(node)
+        return self.device(torch.device("cpu") if value is None else value.device)
 
     @contextmanager
     def details(self, record: SiteReport) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from attn_pass.devices.device import Device
 from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
@@ -113,6 +114,16 @@ def too_wide(most: int) -> str:
     return f"the head dim is over {most}, or not known"
 
 
+STRICT_ROWS = "numerics='strict': a row may be fully masked, and eager may give NaN or the mean there"
+"""The reason where a kernel gives another result for such a row."""
+
+
+def not_measured(device: Device) -> str:
+    """The reason on a device for which nothing is known of any kernel."""
+    return f"no measured rule for {device.type} devices yet"
+
+
+KNOWN_DEVICE = Common("device", lambda c: not_measured(c.setting.device), lambda c: bool(c.setting.device.kernels))
 AUTOCAST = Common(
     "autocast",
     lambda c: (

@@ -25,7 +25,7 @@ from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.index import axes
 from attn_pass.model.views import Permute
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AFFINE, EMPTY, Attended, Constraint, HasAttention, first_failed
+from attn_pass.targets.constraints import AFFINE, EMPTY, STRICT_ROWS, Attended, Constraint, HasAttention, first_failed
 from attn_pass.targets.kernel_rules import HALF
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, not_served, problem_of, serves
@@ -104,7 +104,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint("sizes", EMPTY, lambda c: 0 not in (c.attention.kv_len, c.attention.head_dim)),
     Constraint(
         "numerics",
-        "numerics='strict': a row may be fully masked",
+        STRICT_ROWS,
         lambda c: c.setting.numerics != "strict" or not _adds_a_tensor(c),
     ),
 )

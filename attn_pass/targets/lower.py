@@ -14,6 +14,7 @@ from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
+from attn_pass.model.structure import row_index
 from attn_pass.model.views import Expand, Group, view_steps
 
 
@@ -204,7 +205,7 @@ class Lowering:
         shape = tuple(product(x.size for x in g) for g in groups)
         for factor in a.result_factors:
             value = self._scaled(value, factor, groups)
-        value = self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.output))
+        value = self.plan.steps(value, view_steps(shape, tuple(map(row_index, groups)), a.output))
         if fake_of(value).dtype != a.output_dtype:
             value = self.plan.call(aten.to.dtype, value, a.output_dtype)
         written_later = a.needs_grad and self.plan.may_be_written_later()
@@ -218,7 +219,7 @@ class Lowering:
         a = self.attention
         groups = (a.batch, a.heads, a.rows)
         shape = tuple(product(x.size for x in g) for g in groups)
-        return self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.score_rows))
+        return self.plan.steps(value, view_steps(shape, tuple(map(row_index, groups)), a.score_rows))
 
 
 def zero_with_gradient(plan: Plan, value: Value) -> Value:
@@ -246,14 +247,6 @@ def _floor_divide(divisor: object) -> Callable[..., Any]:
 
 def _remainder(divisor: object) -> Callable[..., Any]:
     return aten.remainder.Tensor if _is_tensor(divisor) else aten.remainder.Scalar
-
-
-def _merged(group: Group) -> Index:
-    """The index of a merged dimension, slowest axis first."""
-    total: Index = 0
-    for axis in group:
-        total = total * axis.size + axis_index(axis)
-    return total
 
 
 def _is_tensor(value: object) -> bool:

@@ -14,7 +14,7 @@ from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
 from attn_pass.model.mask import ABSORBING
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, NONEMPTY_ROWS, STRICT_KEYS, Setting
-from attn_pass.targets.constraints import Constraint, HasAttention
+from attn_pass.targets.constraints import STRICT_ROWS, Constraint, HasAttention
 from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
@@ -93,7 +93,7 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
     """Why the rows its mask may leave fully masked would not be the program's; None where they would."""
     strict = setting.numerics == "strict" and not a.mask.never_empty
     if strict and not a.mask.is_none and a.empty_row_is_nan:
-        return "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there"
+        return STRICT_ROWS
     if setting.numerics == "strict" and hides_keys(a, setting) and mask_kind(a, setting) != "causal":
         return STRICT_KEYS
     if repairs_empty_rows(a, setting) and _needs_exact_rows(a, setting):
@@ -183,6 +183,12 @@ def is_rescaled_in_bfloat16(a: Attention, setting: Setting) -> bool:
     return bool(sources) and not (
         a.mask.bias_is_learned or all(source.kind == "table" or source.of_products for source in sources)
     )
+
+
+def condition_is_learned(a: Attention) -> bool:
+    """Whether what a mask compares needs a gradient, which no kernel gives."""
+    condition = a.mask.condition
+    return condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition))
 
 
 def absorbing_fill(a: Attention, fill: float) -> float:

@@ -10,6 +10,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes, loads
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import not_measured
 
 
 def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
@@ -89,4 +90,4 @@ def not_served(setting: Setting) -> str:
     device = setting.device
     if family_of(device).is_runtime:
         return f"programs for {device.name} get one attention operator, and this form is another"
-    return f"no measured rule for {device.type} devices yet"
+    return not_measured(device)

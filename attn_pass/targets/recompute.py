@@ -37,12 +37,11 @@ from attn_pass.devices import roofline
 from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import loads
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import Attended, Constraint, HasAttention, refusal, unless
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys, leaks
+from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, condition_is_learned, hides_keys, leaks
 from attn_pass.targets.operands import common_head_dim, operands, settled
 from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa
@@ -114,11 +113,6 @@ def _may_be_filled_by_both(c: HasAttention) -> bool:
     return mask.bias is not None and replaces_scores(mask.bias) and not nonempty
 
 
-def _condition_is_learned(a: Attention) -> bool:
-    condition = a.mask.condition
-    return condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition))
-
-
 CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint(
         "program",
@@ -154,7 +148,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         lambda c: c.attention.mask.never_empty or c.setting.assume_nonempty_rows or not leaks(c.attention),
     ),
     ALL_KEYS_COUNT,
-    Constraint("condition", "the mask's condition needs a gradient", lambda c: not _condition_is_learned(c.attention)),
+    Constraint("condition", "the mask's condition needs a gradient", lambda c: not condition_is_learned(c.attention)),
 )
 
 

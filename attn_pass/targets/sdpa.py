@@ -39,7 +39,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, RANDOM_NUMBERS, Attended
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, RANDOM_NUMBERS, Attended, not_measured
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
@@ -147,7 +147,7 @@ class Sdpa:
         if a.not_affine:
             raise Unfit(a.not_affine)
         if not family_of(setting.device).kernel_rules:
-            raise Unfit(f"no measured rule for {setting.device.type} devices yet")
+            raise Unfit(not_measured(setting.device))
         if not setting.device.kernels:
             raise Unfit("no GPU is here, or torch's fused kernels are switched off")
         case = Attended(a, setting)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,15 @@ class Clock:
     def host_us(self, run: Run, calls: int) -> float | None:
         """Microseconds until the host may go on, with an empty queue; None where it waits for the call."""
         return None
+
+
+def order_of(round_number: int, names: Iterable[str], seed: str = "") -> list[str]:
+    """The order in which a round times its candidates, another every round; with another ``seed`` all are others.
+
+    No one always follows the same other one, whose threads may still spin and whose data fill the caches.
+    """
+    every = list(names)
+    return random.Random(f"{round_number} {seed}" if seed else round_number).sample(every, len(every))
 
 
 def read(run: Run, clock: Clock, block_s: float = 0.01) -> Reading:

@@ -31,6 +31,7 @@ from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import only
 from attn_pass.report.record import Report
+from attn_pass.tuning.clock import order_of
 
 Run = Callable[[], Any]
 _BLOCK = 0.005  # seconds a form runs before the next one's turn
@@ -75,8 +76,8 @@ def interleaved(runs: Mapping[str, Run], seconds: float) -> dict[str, list[float
     samples: dict[str, list[float]] = {name: [] for name in runs}
     end = time.monotonic() + seconds
     for number in range(_ROUNDS[1]):
-        for name, timer in timers.items():
-            samples[name].append(timer.timeit(calls[name]).mean * 1e6)
+        for name in order_of(number, timers):
+            samples[name].append(timers[name].timeit(calls[name]).mean * 1e6)
         if number + 1 >= _ROUNDS[0] and (time.monotonic() > end or _told_apart(samples)):
             break
     return samples

@@ -7,12 +7,18 @@ from dataclasses import replace
 import torch
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import TRUE, loads, may_be_infinite
+from attn_pass.model.expression import TRUE, may_be_infinite
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import RANDOM_NUMBERS, Constraint, HasAttention
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.key_bounds import Bounds, bounds_of
-from attn_pass.targets.masks import HALF_ABSORBS, absorbing_fill, is_rescaled_in_bfloat16, shifts_rows
+from attn_pass.targets.masks import (
+    HALF_ABSORBS,
+    absorbing_fill,
+    condition_is_learned,
+    is_rescaled_in_bfloat16,
+    shifts_rows,
+)
 
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -34,11 +40,6 @@ def relies_on_nonempty_rows(a: Attention, setting: Setting) -> bool:
 def _replaces_before_adding(c: HasAttention) -> bool:
     bias = c.attention.mask.bias
     return bias is not None and not _never_empty(c.attention, c.setting) and replaces_scores(bias)
-
-
-def _condition_is_learned(a: Attention) -> bool:
-    condition = a.mask.condition
-    return condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition))
 
 
 CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
@@ -71,7 +72,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint(
         "condition",
         "the mask's condition needs a gradient",
-        lambda c: not (c.attention.needs_grad and _condition_is_learned(c.attention)),
+        lambda c: not (c.attention.needs_grad and condition_is_learned(c.attention)),
     ),
 )
 """What is asked of one with gradients or dropout, in order."""

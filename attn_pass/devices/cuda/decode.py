@@ -57,6 +57,7 @@ from attn_pass.targets.constraints import (
     ANY_BACKEND,
     AUTOCAST,
     NOT_EMPTY,
+    STRICT_ROWS,
     Attended,
     Constraint,
     HasAttention,
@@ -224,7 +225,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ANY_BACKEND,
     Constraint(
         "numerics",
-        "numerics='strict': a row may be fully masked",
+        STRICT_ROWS,
         lambda c: c.setting.numerics != "strict" or c.attention.mask.is_none or c.attention.mask.never_empty,
     ),
     Constraint("query rows", "the number of query rows is large, or not known", lambda c: _has_few_rows(c.attention)),

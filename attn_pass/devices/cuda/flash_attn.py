@@ -48,8 +48,10 @@ from attn_pass.targets.base import EMPTY_ROWS, NONEMPTY_ROWS, Offer, Refusal, Se
 from attn_pass.targets.constraints import (
     ANY_BACKEND,
     AUTOCAST,
+    KNOWN_DEVICE,
     NO_AOTI,
     NOT_EMPTY,
+    STRICT_ROWS,
     Attended,
     Constraint,
     HasAttention,
@@ -169,11 +171,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         lambda c: f"flash_attn does not run on {c.setting.device.kind} devices",
         lambda c: c.setting.device.kind == "cuda",
     ),
-    Constraint(
-        "device",
-        lambda c: f"no measured rule for {c.setting.device.type} devices yet",
-        lambda c: bool(c.setting.device.kernels),
-    ),
+    KNOWN_DEVICE,
     Constraint(
         "compute capability",
         "flash_attn needs compute capability 8.0",
@@ -221,7 +219,7 @@ def refusal_of_rows(a: Attention, arguments: Arguments, setting: Setting, kernel
     if arguments.rows_never_empty or setting.assume_nonempty_rows:
         return None
     if setting.numerics == "strict" and (a.empty_row_is_nan or arguments.finite_fill):
-        return "numerics='strict': a row may be fully masked"
+        return STRICT_ROWS
     if arguments.finite_fill:
         return f"a row may be fully masked by a finite number, which gives the mean of the values, and 0 in {kernel}"
     return None

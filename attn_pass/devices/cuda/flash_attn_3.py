@@ -44,7 +44,15 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, NOT_EMPTY, Attended, Constraint, HasAttention
+from attn_pass.targets.constraints import (
+    ANY_BACKEND,
+    AUTOCAST,
+    KNOWN_DEVICE,
+    NOT_EMPTY,
+    Attended,
+    Constraint,
+    HasAttention,
+)
 from attn_pass.targets.kernel_rules import padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import dense_last, unbroadcast, widened
@@ -182,12 +190,7 @@ def _needs_no_wide_gradient(a: Attention, setting: Setting) -> bool:
 _API = "hopper/flash_api_stable.cpp"
 _PYTHON = "hopper/flash_attn_interface.py"
 CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
-    Constraint(
-        "device",
-        lambda c: f"no measured rule for {c.setting.device.type} devices yet",
-        lambda c: bool(c.setting.device.kernels),
-        "AMD's",
-    ),
+    KNOWN_DEVICE.written_in("AMD's"),
     Constraint(
         "compute capability",
         lambda c: "flash_attn_3 is for compute capability 9.0 (Hopper), and this device has {}.{}".format(

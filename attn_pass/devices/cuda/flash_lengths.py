@@ -25,6 +25,7 @@ from attn_pass.graph.edit import Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load
 from attn_pass.model.index import Axis, Index, axes, axis_index, product, substitute
+from attn_pass.model.structure import row_index
 from attn_pass.targets.base import Refusal, Setting
 from attn_pass.targets.constraints import trained_export
 from attn_pass.targets.key_bounds import VALID_SHARE
@@ -206,16 +207,9 @@ def _are_heads_first(a: Attention, load: Load, dims: Sequence[Axis]) -> bool | N
     step = substitute(flat, {a.keys: 1}) - substitute(flat, {a.keys: 0})
     if substitute(flat, {dims[-1]: 1}) - substitute(flat, {dims[-1]: 0}) != 1:
         return None
-    row, head, key = _merged(a.batch), _merged(a.kv_heads), axis_index(a.keys)
+    row, head, key = row_index(a.batch), row_index(a.kv_heads), axis_index(a.keys)
     if not axes(flat - (row * a.kv_len + key) * step) & {a.keys, *a.batch}:
         return False
     heads = product(x.size for x in a.kv_heads)
     first = (row * heads + head) * a.kv_len + key
     return True if not axes(flat - first * step) & {a.keys, *a.batch, *a.kv_heads} else None
-
-
-def _merged(group: Sequence[Axis]) -> Index:
-    merged: Index = 0
-    for axis in group:
-        merged = merged * axis.size + axis_index(axis)
-    return merged

@@ -36,7 +36,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import Constraint, refusal
+from attn_pass.targets.constraints import KNOWN_DEVICE, Constraint, refusal
 from attn_pass.targets.flex.flex import Flex, FlexPlan
 from attn_pass.targets.flex.rules import Case
 from attn_pass.targets.flex.score import function_of
@@ -119,7 +119,7 @@ def _are_at_most(most: int, *sizes: object) -> bool:
 _TORCH = "torch/_inductor/kernel/flex/flex_flash_attention.py"
 _CUTE = "flash_attn/cute/interface.py"
 CONSTRAINTS: tuple[Constraint[Case], ...] = (
-    Constraint("device", "no measured rule for cuda devices yet", lambda c: bool(c.setting.device.kernels), "AMD's"),
+    KNOWN_DEVICE.written_in("AMD's"),
     Constraint(
         "package",
         "flash-attn-4 (flash_attn.cute) is not installed",

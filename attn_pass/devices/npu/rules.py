@@ -32,6 +32,7 @@ from attn_pass.targets.constraints import (
     AUTOCAST,
     NOT_EMPTY,
     RANDOM_NUMBERS,
+    STRICT_ROWS,
     Constraint,
     backend,
     too_wide,
@@ -222,7 +223,7 @@ RULES: tuple[Constraint[Case], ...] = (
     Rule("scale", "the scale is 0, and there is a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
     Rule(
         "numerics",
-        "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there",
+        STRICT_ROWS,
         lambda c: (
             c.setting.numerics != "strict"
             or c.attention.mask.never_empty

@@ -36,6 +36,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr
 from attn_pass.model.index import Axis
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import STRICT_ROWS
 from attn_pass.targets.empty_rows import replaced_and_added
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, assumed
@@ -203,7 +204,7 @@ def _refusal_of_rows(a: Attention, mask: KernelMask, setting: Setting) -> str | 
     if not _may_be_empty(a, setting):
         return None
     if setting.numerics == "strict" and a.empty_row_is_nan:
-        return "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there"
+        return STRICT_ROWS
     return replaced_and_added(a) if a.needs_grad else None
 
 

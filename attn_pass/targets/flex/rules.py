@@ -18,7 +18,7 @@ from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
 from attn_pass.model.index import Axis, Index, axes, is_less, is_nonnegative, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, MAY_BE_EMPTY, Constraint, sizes_of
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, MAY_BE_EMPTY, STRICT_ROWS, Constraint, sizes_of
 from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32, template_name
 from attn_pass.targets.masks import mask_kind
@@ -93,7 +93,7 @@ _IN_BOUNDS = Rule(
 )
 _STRICT = Rule(
     "numerics",
-    lambda c: "numerics='strict': a row may be fully masked, and eager may give NaN there",
+    lambda c: STRICT_ROWS,
     lambda c: not _may_be_nan(c),
 )
 _CONTINUOUS = Rule(
