@@ -17,6 +17,10 @@ import torch
 
 from attn_pass.errors import RewriteError
 
+_HELD = (
+    "the memory of a weight or a bias is shared, mapped from a file, or held by something else (FSDP, another process, "
+    "numpy)"
+)
 _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
 
@@ -29,7 +33,7 @@ def refusal(parameters: Sequence[torch.Tensor]) -> str:
         if reason := _refusal(each):
             return reason
         if _is_held_elsewhere(each, parameters):
-            return "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
+            return _HELD
     return ""
 
 

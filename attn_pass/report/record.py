@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from attn_pass.report.json_schema import check_fields, finite
 from attn_pass.report.linear_layers import LinearLayersReport
@@ -19,6 +19,7 @@ from attn_pass.report.site import ReportView, SiteReport
 from attn_pass.report.text import COLUMNS, plain_table, printable, row_key, row_of
 from attn_pass.report.units import counted
 
+_Recorded = TypeVar("_Recorded")
 LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
 
 
@@ -85,12 +86,10 @@ class Report:
         if other is self:
             return
         with LOCK:
-            known = {id(site) for site in self.sites}
-            self.sites.extend(site for site in other.sites if id(site) not in known)
-            self.regions.extend(r for r in other.regions if all(r is not known for known in self.regions))
-            self.projections.extend(p for p in other.projections if all(p is not known for known in self.projections))
-            layers = self.linear_layers
-            layers.extend(each for each in other.linear_layers if all(each is not known for known in layers))
+            self.sites += _unseen(other.sites, self.sites)
+            self.regions += _unseen(other.regions, self.regions)
+            self.projections += _unseen(other.projections, self.projections)
+            self.linear_layers += _unseen(other.linear_layers, self.linear_layers)
             self.seconds += other.seconds
             self.graphs += other.graphs
             self.graph_breaks = tuple(dict.fromkeys((*self.graph_breaks, *other.graph_breaks)))
@@ -218,3 +217,9 @@ class Report:
     def compare(self, after: Report) -> Comparison:
         """The differences to another report of the same model: of a later version, other options, another device."""
         return compared(self, after)
+
+
+def _unseen(records: Sequence[_Recorded], known: Sequence[_Recorded]) -> list[_Recorded]:
+    """The records, without those that are known as the same objects."""
+    seen = set(map(id, known))
+    return [record for record in records if id(record) not in seen]

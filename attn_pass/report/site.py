@@ -117,7 +117,7 @@ class SiteReport:
 
     @property
     def baseline(self) -> str:
-        """What gains are told against, in words: "stock" where that is known, else the site "as written"."""
+        """What gains are relative to, in words: "stock" where that is known, else the site "as written"."""
         return "as written" if self.stock_us is None or self.measured_us else "with stock"
 
     def in_timeline(self, target: str) -> str:

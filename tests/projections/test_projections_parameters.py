@@ -375,7 +375,10 @@ def _turned(parameters: list[nn.Parameter]) -> None:
     parameters[1].data = torch.randn(E, E).t()
 
 
-MEMORY = "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
+MEMORY = (
+    "the memory of a weight or a bias is shared, mapped from a file, or held by something else (FSDP, another process, "
+    "numpy)"
+)
 
 
 @pytest.mark.parametrize(

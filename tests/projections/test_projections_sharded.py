@@ -21,7 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import attn_pass
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="gloo")
-HELD = "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
+HELD = (
+    "the memory of a weight or a bias is shared, mapped from a file, or held by something else (FSDP, another process, "
+    "numpy)"
+)
 
 
 @pytest.fixture
