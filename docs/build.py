@@ -63,7 +63,11 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "from attn_pass/targets": lambda: docstrings("targets"),
     },
     "architecture.md": {"rooms": lambda: table(rooms.rooms)},
-    "../README.md": {"numbers": lambda: table(measured.numbers), "grids": lambda: table(measured.never_slower)},
+    "../README.md": {
+        "numbers": lambda: table(measured.numbers),
+        "grids": lambda: table(measured.never_slower),
+        "models": lambda: table(measured.in_short),
+    },
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "reference.md": {"names": lambda: table(reference.reference)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
@@ -73,6 +77,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
     "comparison.md": {
         "peers": lambda: table(partial(measured.peers, "peers-cpu")),
+        "models": lambda: table(partial(measured.whole_models, "peers-cpu")),
+        "models-bf16": lambda: table(partial(measured.whole_models, "peers-cpu-bf16")),
         "beside": lambda: table(partial(measured.beside, "peers-cpu")),
         "beside-bf16": lambda: table(partial(measured.beside, "peers-cpu-bf16")),
         "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),

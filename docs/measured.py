@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,23 +201,82 @@ def peers(run: str) -> Iterator[str]:
         yield f"| {program} | {' | '.join(cells)} |"
 
 
-def beside(run: str, other: str = "OpenVINO", ours: str = "AOTInductor, attn_pass, frozen") -> Iterator[str]:
-    """On how many models a way of attn_pass is faster than another system, as fast or slower, as the benches judge."""
+WAYS = (
+    ("compiled", "compile, attn_pass"),
+    ("frozen", "compile, attn_pass, frozen"),
+    ("as frozen packages", "AOTInductor, attn_pass, frozen"),
+)
+
+
+def whole_models(run: str) -> Iterator[str]:
+    """A sentence: how fast models are over stock, in each way of the pass, and another one: which are slower."""
+    by_program = _by_program(run)
+    said, slower = [], []
+    for title, way in WAYS:
+        rows = {program: ways[way] for program, ways in by_program.items() if "over_stock" in ways.get(way, {})}
+        ratios = [row["over_stock"] for row in rows.values()]
+        are = " are" if not said else ""
+        times = f"{min(ratios):.2f} to {max(ratios):.2f} times" + (" as fast" if not said else "")
+        mean = f"{'geometric mean ' if not said else ''}{statistics.geometric_mean(ratios):.2f}"
+        said.append(f"{title}, {len(rows)} models{are} {times} ({mean})")
+        slower += [f"{program} {title}" for program, row in rows.items() if row["verdict"] == "slower"]
+    yield (
+        f"Compared with stock Inductor in the same way: {'; '.join(said)}. Slower by more than the noise: "
+        f"{', '.join(slower) or 'none'}."
+    )
+
+
+OTHERS = {
+    "OpenVINO": "OpenVINO",
+    "ONNX Runtime": "ONNX Runtime",
+    "ONNX Runtime with its attention fusion": "ONNX Runtime, attention fusion",
+    "frozen zentorch": "compile, zentorch, frozen",
+}
+
+
+def beside(run: str) -> Iterator[str]:
+    """Points of a list: how fast frozen packages of attn_pass are, compared with every other system."""
+    for title, way in OTHERS.items():
+        if any(way in ways for ways in _by_program(run).values()):
+            yield f"- {compared(run, title, way)}"
+
+
+def compared(run: str, title: str = "OpenVINO", way: str = "OpenVINO", ours: str = WAYS[-1][1]) -> str:
+    """On how many models a way of attn_pass is faster than another system, or slower, as the benches judge."""
     counts = dict.fromkeys(("faster", "same", "slower"), 0)
+    ratios: dict[str, float] = {}
+    twice = False  # whether the other system was measured twice
+    for program, ways in _by_program(run).items():
+        if ours in ways and way in ways and ways[way].get("verdict") != "WRONG":
+            mine, its = ways[ours], ways[way]
+            again = ways.get(f"{way} (A/A)", its)
+            twice |= again is not its
+            fields = ("median_us", "p10_us")
+            around = mine.get("noise") if again is its else apart([its[field] / again[field] for field in fields])
+            if around is not None and around == around:
+                counts[verdict(*(its[field] / mine[field] for field in fields), around)] += 1
+                ratios[program.removesuffix(", bfloat16")] = (
+                    min(its["median_us"], again["median_us"]) / mine["median_us"]
+                )
+    least, most = min(ratios, key=lambda p: ratios[p]), max(ratios, key=lambda p: ratios[p])
+    return (
+        f"Compared with {title}, frozen packages of attn_pass are {ratios[least]:.2f} ({least}) to {ratios[most]:.2f} "
+        f"times ({most}) as fast: faster on {counts['faster']} of {sum(counts.values())} models, slower on "
+        f"{counts['slower'] or 'none'}, by more than two measurements of {title if twice else 'stock'} differ."
+    )
+
+
+def _by_program(run: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of a run that ran, by program and way."""
     by_program: dict[str, dict[str, dict[str, Any]]] = {}
     for row in json.loads((RESULTS / f"{run}.json").read_text())["tables"][0]["rows"]:
         if row["status"] == "ok":
             by_program.setdefault(row["program"], {})[row["way"]] = row
-    for ways in by_program.values():
-        if ours in ways and other in ways:
-            mine, its = ways[ours], ways[other]
-            again = ways.get(f"{other} (A/A)")
-            fields = ("median_us", "p10_us")
-            around = mine.get("noise") if again is None else apart([its[field] / again[field] for field in fields])
-            if around is not None and around == around:
-                counts[verdict(*(its[field] / mine[field] for field in fields), around)] += 1
-    yield (
-        f"By the rule of the benches (the median and the 10th percentile beyond the noise), the frozen package of "
-        f"attn_pass is faster than {other} on {counts['faster']} of {sum(counts.values())} models, as fast on "
-        f"{counts['same']}, and slower on {counts['slower']}."
-    )
+    return by_program
+
+
+def in_short() -> Iterator[str]:
+    """The same of both dtypes, as points of a list."""
+    for dtype, run in (("float32", "peers-cpu"), ("bfloat16", "peers-cpu-bf16")):
+        said = " ".join((*whole_models(run), compared(run)))
+        yield f"- **{dtype}** ([run](docs/results/{run}.md)). {said}"

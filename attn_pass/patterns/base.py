@@ -21,6 +21,12 @@ from attn_pass.reading.operands import OperandForm
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
 
+# Reasons that the finders of several calls give.
+NOT_GROUPED = "the number of heads is not a multiple of the number of KV heads"
+NO_SCALE = "the scale is neither a number nor a symbolic number"
+UNKNOWN_SIZES = "the sizes of query, key and value do not provably fit each other"
+USED_LOGARITHM = "the logarithm of the sum of exponentials is used as well"
+
 
 @dataclass(frozen=True)
 class Composite:

@@ -15,7 +15,16 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
-from attn_pass.patterns.base import Site, check_window, failed, first_result, refused
+from attn_pass.patterns.base import (
+    NO_SCALE,
+    NOT_GROUPED,
+    USED_LOGARITHM,
+    Site,
+    check_window,
+    failed,
+    first_result,
+    refused,
+)
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.operands import operand
 from attn_pass.reading.reader import Reader
@@ -37,7 +46,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
     torch.nn.functional.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
 }
-_RESULTS = {1: "the logarithm of the sum of exponentials is used as well"}
+_RESULTS = {1: USED_LOGARITHM}
 
 Kernels = Mapping[Any, tuple[str, ...]]
 """The decomposed call: kernels that give the logarithm of the sums as well, with the names of their arguments.
@@ -192,7 +201,7 @@ def _kv_position(outer: Position, shape: Position, own: Position, tail: Position
     if gqa and len(own) >= 3 and len(outer) >= 1 and own[-3] != shape[-3] and own[-3] != 1:
         groups = divide_exactly(shape[-3], own[-3])
         if groups is None:
-            raise Unreadable("the number of heads is not a multiple of the number of KV heads")
+            raise Unreadable(NOT_GROUPED)
         heads[-1] = divide(outer[-1], groups)[0]
     return broadcast_position((*heads, *tail), own)
 
@@ -211,7 +220,7 @@ def _score(
         scale = dim.size**-0.5
     factor = reader.scalar(scale, time)
     if factor is None:
-        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+        raise Unreadable(NO_SCALE, node)
     score = apply("mul", score, factor)
     mask = call_args["attn_mask"]
     if mask is not None:

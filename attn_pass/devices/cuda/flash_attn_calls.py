@@ -23,7 +23,19 @@ from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
-from attn_pass.patterns.base import Composite, Site, check_window, failed, first_result, operator_name, refused
+from attn_pass.patterns.base import (
+    NO_SCALE,
+    NOT_GROUPED,
+    UNKNOWN_SIZES,
+    USED_LOGARITHM,
+    Composite,
+    Site,
+    check_window,
+    failed,
+    first_result,
+    operator_name,
+    refused,
+)
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.operands import OperandForm, operand
@@ -41,7 +53,7 @@ _PARAMETERS = (
 )
 _TRAINING = "flash_attn's own backward needs what the call saves: in training the call stays"
 _RESULTS = {  # the operator's other results, and why the call stays if they are used
-    1: "the logarithm of the sum of exponentials is used as well",
+    1: USED_LOGARITHM,
     2: "the attention weights of return_attn_probs are used as well",
     3: _TRAINING,  # the state of the random numbers, for the backward alone
 }
@@ -163,12 +175,12 @@ def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -
     keys, dim = Axis("j", k_shape[1]), Axis("d", k_shape[3])
     checked = ((q_shape[0], k_shape[0]), (q_shape[0], v_shape[0]), (k_shape[1], v_shape[1]))
     if k_shape[2] != v_shape[2] or q_shape[3] != k_shape[3] or any(_differ(*pair) for pair in checked):
-        raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
+        raise Unreadable(UNKNOWN_SIZES, node)
     kv_head = head
     if k_shape[2] != q_shape[2]:
         groups = divide_exactly(q_shape[2], k_shape[2])
         if groups is None:
-            raise Unreadable("the number of heads is not a multiple of the number of KV heads", node)
+            raise Unreadable(NOT_GROUPED, node)
         kv_head = divide(head, groups)[0]
     time, region = reader.order[node], reader.regions.of(node)
     key = axis_index(keys)
@@ -225,7 +237,7 @@ def _score(
     batch, head, row, key = position
     scale = reader.scalar(call_args["softmax_scale"], reader.order[node])
     if scale is None:
-        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+        raise Unreadable(NO_SCALE, node)
     score = apply("mul", Dot(), scale)
     cap = float(call_args["softcap"])
     if cap > 0:

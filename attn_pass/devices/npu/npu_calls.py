@@ -25,7 +25,17 @@ from attn_pass.model.attention import AsWritten
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, product
-from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
+from attn_pass.patterns.base import (
+    NO_SCALE,
+    NOT_GROUPED,
+    UNKNOWN_SIZES,
+    Site,
+    check_window,
+    failed,
+    first_result,
+    operator_name,
+    refused,
+)
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.operands import OperandForm, operand
@@ -214,7 +224,7 @@ def _lift(reader: Reader, node: Node, result: Node, parsed: _ParsedCall, mask: _
 
     scale = reader.scalar(parsed.scale, time)
     if scale is None:
-        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+        raise Unreadable(NO_SCALE, node)
     keep = mask.keep((at["b"], at["h"], at["s"], axis_index(keys)), facts)
     return Parts(
         reader=reader,
@@ -253,11 +263,11 @@ def _sizes_of_operands(
     kv_heads = kv_heads or parsed.heads
     k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
     if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (parsed.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
-        raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
+        raise Unreadable(UNKNOWN_SIZES, node)
     if k["h"] != kv_heads:
         raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if parsed.heads % kv_heads:
-        raise Unreadable("the number of heads is not a multiple of the number of KV heads", node)
+        raise Unreadable(NOT_GROUPED, node)
     return q, k, v, kv_heads
 
 
