@@ -23,7 +23,7 @@ from attn_pass.graph.values import Sizes
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.targets.base import Setting, Target
-from attn_pass.targets.kernel_rules import Call, KernelRules
+from attn_pass.targets.kernel_rules import KernelCall, KernelRules
 from attn_pass.tuning.clock import Clock, Reading
 
 Finder = Callable[[Any], Iterable[Any]]
@@ -258,11 +258,11 @@ class Family:
         """The fused kernels torch's own call tries on this device, first to last."""
         return tuple(k for k in self.kernel_rules if k in device.kernels)
 
-    def takes_head_dims(self, kernel: str, call: Call) -> bool:
+    def takes_head_dims(self, kernel: str, call: KernelCall) -> bool:
         """Whether torch's own call passes these head dims to the kernel, padded if necessary."""
         return True
 
-    def refused_by_torch(self, kernel: str, call: Call, multiple: int) -> bool:
+    def refused_by_torch(self, kernel: str, call: KernelCall, multiple: int) -> bool:
         """Whether torch's own check of a kernel refuses the call, where the device is here to ask."""
         return False
 

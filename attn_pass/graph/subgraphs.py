@@ -34,7 +34,7 @@ Kind = Literal[
 ]
 
 
-class Call(NamedTuple):
+class BodyCall(NamedTuple):
     """One call of a body: the higher-order node, and for each placeholder of the body what the caller passes.
 
     None stands for a value that is not an argument of the caller: a loop variable, a slice of a scanned tensor, an
@@ -55,7 +55,7 @@ class Body:
 
     module: GraphModule
     name: str
-    calls: tuple[Call, ...]
+    calls: tuple[BodyCall, ...]
     kind: Kind
     rewritable: bool
 
@@ -174,7 +174,7 @@ def bodies(gm: GraphModule) -> list[Body]:
     result = []
     for uses in by_module.values():
         first = uses[0][1]
-        calls = tuple(Call(node, operand.operands) for node, operand in uses)
+        calls = tuple(BodyCall(node, operand.operands) for node, operand in uses)
         rewritable = all(operand.rewritable for _, operand in uses)
         result.append(Body(first.module, first.name, calls, first.kind, rewritable))
     return result
@@ -284,8 +284,8 @@ def _operands(
 
 __all__ = [
     "Body",
+    "BodyCall",
     "BodyOperand",
-    "Call",
     "Kind",
     "attribute",
     "attribute_module",

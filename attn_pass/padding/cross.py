@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from attn_pass.graph.values import fake_value, tensor_value
-from attn_pass.padding.rules import Rule
+from attn_pass.padding.rules import RowWise
 
 
 class Origins:
@@ -51,7 +51,7 @@ class Origins:
         return sum(1 << self._number[n] for n in sites)
 
 
-def cross_rule(site: Node) -> Rule | None:
+def cross_rule(site: Node) -> RowWise | None:
     """The rule of an attention whose keys and values are of other rows, read whole as all that it is told is."""
     query = site.args[0]
     if not isinstance(query, Node) or site.kwargs.get("offsets") is not None:
@@ -63,7 +63,7 @@ def cross_rule(site: Node) -> Rule | None:
     for argument in (*site.args[1:], *_flat(site.kwargs)):
         if isinstance(argument, Node) and tensor_value(argument) is not None:
             read.append(argument)
-    return None if query in read else Rule(((query, {0: 0, 2: 2}),), tuple(dict.fromkeys(read)))
+    return None if query in read else RowWise(((query, {0: 0, 2: 2}),), tuple(dict.fromkeys(read)))
 
 
 def _flat(kwargs: Mapping[str, Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
 from attn_pass.padding.masks import PER_BATCH, averages, places
 from attn_pass.padding.packed import CannotPackError, Emitter, Packing, mapped
-from attn_pass.padding.rules import Rule, first_tensor
+from attn_pass.padding.rules import RowWise, first_tensor
 from attn_pass.padding.trace import Proof, Trace
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ class Rewrite:
         args, kwargs = mapped(node, packed_operand)
         return emit.call(node.target, *args, op=node.op, **kwargs)
 
-    def _operand(self, emit: Emitter, packing: Packing, node: Node, rule: Rule, operand: Node) -> Node:
+    def _operand(self, emit: Emitter, packing: Packing, node: Node, rule: RowWise, operand: Node) -> Node:
         if operand in self.new:
             return self.new[operand]
         layout = self.trace.of_operand(node, rule, operand)

@@ -24,7 +24,7 @@ Shape = tuple[Index, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
+class RowWise:
     """A row-wise operation.
 
     ``flows`` are the operands whose rows the result's are made of, with the result's dimension for each of theirs;
@@ -45,9 +45,9 @@ class Rules:
 
     def __init__(self, sizes: Sizes, draws: bool = True) -> None:
         self.sizes, self.draws = sizes, draws
-        self._known: dict[Node, Rule | None] = {}
+        self._known: dict[Node, RowWise | None] = {}
 
-    def of(self, node: Node) -> Rule | None:
+    def of(self, node: Node) -> RowWise | None:
         """The rule of a node; None where it may mix rows."""
         if node not in self._known:
             self._known[node] = self._rule(node)
@@ -58,7 +58,7 @@ class Rules:
         value = first_tensor(node)
         return () if value is None else self.sizes.shape(value)
 
-    def _rule(self, node: Node) -> Rule | None:
+    def _rule(self, node: Node) -> RowWise | None:
         if node.op not in ("call_function", "call_method") or first_tensor(node) is None:
             return None
         if torch_name(node) == "type_as":  # of the second operand only the type is read; packed, where it has rows
@@ -84,7 +84,7 @@ class Rules:
             return self.reduced(node, node.args[0] if node.args else node.kwargs.get("input"), dims, bool(keepdim))
         return self.pointwise(node) if _is_pointwise(node, name) else None
 
-    def reduced(self, node: Node, source: Any, dims: Any, keepdim: bool) -> Rule | None:
+    def reduced(self, node: Node, source: Any, dims: Any, keepdim: bool) -> RowWise | None:
         """A reduction over ``dims``, which the result has still where they are kept (``keepdim``)."""
         if not isinstance(source, Node) or dims is None:
             return None
@@ -92,17 +92,17 @@ class Rules:
         if not dims or not all(type(d) is int for d in dims):  # over none is over all, to torch
             return None
         left = [d for d in range(rank) if d not in {d % rank for d in dims}]
-        return Rule(((source, {d: d if keepdim else n for n, d in enumerate(left)}),))
+        return RowWise(((source, {d: d if keepdim else n for n, d in enumerate(left)}),))
 
-    def pointwise(self, node: Node) -> Rule | None:
+    def pointwise(self, node: Node) -> RowWise | None:
         """Every element of the result is made of one of each operand, which may be broadcast."""
         if tensor_value(node) is None:
             return None
         shape = self.shape(node)
         flows = tuple((n, broadcast(self.shape(n), shape)) for n in node.all_input_nodes if tensor_value(n) is not None)
-        return Rule(flows, spreads=True)
+        return RowWise(flows, spreads=True)
 
-    def _norm(self, node: Node) -> Rule | None:
+    def _norm(self, node: Node) -> RowWise | None:
         normalized = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else None)
         source = node.args[0] if node.args else node.kwargs.get("input")
         if not isinstance(normalized, (tuple, list, torch.Size)) or not isinstance(source, Node):
@@ -110,12 +110,12 @@ class Rules:
         outer = len(self.shape(node)) - len(normalized)
         return self.keeping(node, source, range(outer))
 
-    def keeping(self, node: Node, source: Any, dims: Any) -> Rule | None:
+    def keeping(self, node: Node, source: Any, dims: Any) -> RowWise | None:
         """One operand whose dimensions ``dims`` stay where they are; all others are read whole."""
         if not isinstance(source, Node) or _times_read(node, source) > 1:
             return None
         whole = tuple(n for n in node.all_input_nodes if n is not source and tensor_value(n) is not None)
-        return Rule(((source, {d: d for d in dims}),), whole)
+        return RowWise(((source, {d: d for d in dims}),), whole)
 
 
 def _times_read(node: Node, operand: Node) -> int:
@@ -151,29 +151,29 @@ def _is_pointwise(node: Node, name: str) -> bool:
 # ---------------------------------------------------------------- by operation
 
 
-def _reshape(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _reshape(rules: Rules, node: Node, call: Call) -> RowWise | None:
     source = call["input"]
     before, after = tensor_value(source), tensor_value(node)
     if not isinstance(source, Node) or before is None or after is None or before.dtype != after.dtype:
         return None  # `x.view(torch.int32)` is no change of shape
-    return Rule(((source, {}),), reshapes=True)
+    return RowWise(((source, {}),), reshapes=True)
 
 
-def _same(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _same(rules: Rules, node: Node, call: Call) -> RowWise | None:
     return rules.keeping(node, call["input"], range(len(rules.shape(node))))
 
 
-def _dropout(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _dropout(rules: Rules, node: Node, call: Call) -> RowWise | None:
     off = call["training"] is False or call["p"] == 0
     return _same(rules, node, call) if off or (rules.draws and call["training"] is True) else None
 
 
-def _moved(order: Callable[[Call, int], tuple[int, ...] | None]) -> Callable[[Rules, Node, Call], Rule | None]:
-    def rule(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _moved(order: Callable[[Call, int], tuple[int, ...] | None]) -> Callable[[Rules, Node, Call], RowWise | None]:
+    def rule(rules: Rules, node: Node, call: Call) -> RowWise | None:
         source, dims = call["input"], order(call, len(rules.shape(node)))
         if dims is None or not isinstance(source, Node):
             return None
-        return Rule(((source, {old: new for new, old in enumerate(dims)}),))
+        return RowWise(((source, {old: new for new, old in enumerate(dims)}),))
 
     return rule
 
@@ -200,40 +200,40 @@ def _last_two(call: Call, rank: int) -> tuple[int, ...] | None:
     return (*range(rank - 2), rank - 1, rank - 2) if rank >= 2 else None
 
 
-def _all_but_last(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _all_but_last(rules: Rules, node: Node, call: Call) -> RowWise | None:
     return rules.keeping(node, call["input"], range(len(rules.shape(node)) - 1))
 
 
-def _matmul(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _matmul(rules: Rules, node: Node, call: Call) -> RowWise | None:
     left, right = call["input"], call["other"]
     if not isinstance(right, Node) or len(rules.shape(right)) != 2:
         return None
     return rules.keeping(node, left, range(len(rules.shape(node)) - 1))
 
 
-def _added_product(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _added_product(rules: Rules, node: Node, call: Call) -> RowWise | None:
     added = call["input"]
     if len(rules.shape(node)) != 2 or not isinstance(added, Node) or len(rules.shape(added)) != 1:
         return None
     return rules.keeping(node, call["batch1"], (0,))
 
 
-def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], Rule | None]:
+def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], RowWise | None]:
     """Operations over dimensions ``name``, which the result has still if it ``keeps`` them."""
 
-    def rule(rules: Rules, node: Node, call: Call) -> Rule | None:
+    def rule(rules: Rules, node: Node, call: Call) -> RowWise | None:
         return rules.reduced(node, call["input"], call.get(name), keeps or bool(call.get("keepdim", False)))
 
     return rule
 
 
-def _embedding(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _embedding(rules: Rules, node: Node, call: Call) -> RowWise | None:
     if call.get("max_norm") is not None or call.get("scale_grad_by_freq"):  # the latter counts words of all rows
         return None
     return rules.keeping(node, call["index"], range(len(rules.shape(node)) - 1))
 
 
-def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _cat(rules: Rules, node: Node, call: Call) -> RowWise | None:
     parts, dim = call["input"], call["dim"]
     if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
         return None
@@ -242,31 +242,31 @@ def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
     if len(not_empty) == 1:  # behind nothing, as the first keys in a cache: a copy
         return rules.keeping(node, not_empty[0], range(rank))
     dims = {d: d for d in range(rank) if d != dim % rank}
-    return Rule(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
+    return RowWise(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
 
 
-def _without_dim(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _without_dim(rules: Rules, node: Node, call: Call) -> RowWise | None:
     source, dim = call["input"], call["dim"]
     if not isinstance(source, Node) or not isinstance(dim, int) or not isinstance(call.get("index", 0), int):
         return None
     rank = len(rules.shape(source))
     left = [d for d in range(rank) if d != dim % rank]
-    return Rule(((source, {d: n for n, d in enumerate(left)}),))
+    return RowWise(((source, {d: n for n, d in enumerate(left)}),))
 
 
-def _sliced(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _sliced(rules: Rules, node: Node, call: Call) -> RowWise | None:
     dim, rank = call["dim"], len(rules.shape(node))
     return rules.keeping(node, call["input"], [d for d in range(rank) if d != dim % rank])
 
 
-def _getitem(rules: Rules, node: Node, call: Call) -> Rule | None:
+def _getitem(rules: Rules, node: Node, call: Call) -> RowWise | None:
     source, index = call["input"], call["index"]
     if not isinstance(source, Node):
         return None
     if isinstance(fake_value(source), (tuple, list)):
         return rules.keeping(node, source, range(len(rules.shape(node)))) if isinstance(index, int) else None
     dims = indexed_dims(index, len(rules.shape(source)))
-    return None if dims is None else Rule(((source, dims),))
+    return None if dims is None else RowWise(((source, dims),))
 
 
 def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
@@ -291,7 +291,7 @@ def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
     return dims | {d: result + d - source for d in range(source, rank)}
 
 
-_BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
+_BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "reshape": _reshape,
     "copy": _same,
     "detach": _same,

@@ -22,7 +22,7 @@ from attn_pass.padding.cross import Origins, cross_rule
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
 from attn_pass.padding.masks import Group
-from attn_pass.padding.rules import Rule, first_tensor
+from attn_pass.padding.rules import RowWise, first_tensor
 from attn_pass.report.places import source_line
 from attn_pass.report.region import IN_RESULT
 
@@ -71,13 +71,13 @@ class Trace:
         self._waiting: list[Node] = []
         self._follow()
 
-    def rule(self, node: Node) -> Rule | None:
+    def rule(self, node: Node) -> RowWise | None:
         """The rule of a node; of the group's attentions, that of their queries, keys and values."""
         if node in self.crosses:
             return cross_rule(node)
         if node in self.group.sites:
             dims = {0: 0, 2: 2}
-            return Rule(tuple((n, dims) for n in dict.fromkeys(node.args[:3]) if isinstance(n, Node)))
+            return RowWise(tuple((n, dims) for n in dict.fromkeys(node.args[:3]) if isinstance(n, Node)))
         return self.around.rules.of(node)
 
     def _follow(self) -> None:
@@ -109,7 +109,7 @@ class Trace:
                 if layout is not None:
                     self._add(user, layout)
 
-    def of_operand(self, node: Node, rule: Rule, operand: Node) -> Layout | None:
+    def of_operand(self, node: Node, rule: RowWise, operand: Node) -> Layout | None:
         """Where the rows of an operand are, of a value with a layout; None where it has not all of them."""
         layout, rules = self.layouts[node], self.around.rules
         if rule.reshapes:
@@ -145,7 +145,7 @@ class Trace:
         """Whether something writes to the memory of a node, at any time."""
         return tensor_value(node) is not None and bool(self.effects.mutations(node))
 
-    def _is_supplied(self, node: Node, rule: Rule, operand: Node) -> bool:
+    def _is_supplied(self, node: Node, rule: RowWise, operand: Node) -> bool:
         """Whether an operand has all rows, or is one that packing can spread over them."""
         if self.of_operand(node, rule, operand) is not None:
             return not self.is_written(operand)

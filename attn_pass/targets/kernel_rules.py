@@ -21,7 +21,7 @@ NEVER: tuple[Version, Version] = ((0, 0), (0, 0))
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """An attention as a kernel gets it.
 
     The mask's kind is "none", "causal" (from the first key on), "band" (bounds on ``key - row``, aligned to the last
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Rule(Constraint[Call]):
+class Rule(Constraint[KernelCall]):
     """A constraint of one of torch's kernels.
 
     Torch's own call checks it in the versions from the first to before the second of ``checked``; in others, and with
@@ -95,7 +95,7 @@ def padded(size: Index, multiple: int) -> int | None:
     return -(-size // multiple) * multiple if isinstance(size, int) else None
 
 
-def width(call: Call) -> int | None:
+def width(call: KernelCall) -> int | None:
     """The wider of the head dims, as a multiple of 8; None where one is not known."""
     sizes = [padded(d, 8) for d in call.head_dims]
     return None if None in sizes else max(s for s in sizes if s is not None)
@@ -134,7 +134,7 @@ def capability_rule(lowest: Version) -> Rule:
     )
 
 
-def widest_rule(most: Callable[[Call], int], source: str) -> Rule:
+def widest_rule(most: Callable[[KernelCall], int], source: str) -> Rule:
     """Both head dims known, and up to this one."""
     return Rule("head dim", lambda c: too_wide(most(c)), lambda c: (width(c) or 1 << 30) <= most(c), source)
 
@@ -166,7 +166,7 @@ DROPOUT = Rule(
 )
 
 
-def fits_little_shared_memory(call: Call) -> bool:
+def fits_little_shared_memory(call: KernelCall) -> bool:
     """Whether FlashAttention's backward has a head dim on GPUs with 100 KiB of shared memory for a block."""
     wide = width(call) or 0
     return not (192 < wide <= 224 or (wide > 224 and call.attention.dropout > 0))
@@ -187,6 +187,6 @@ def grid(source: str, checked: tuple[Version, Version] = NEVER) -> Rule:
     )
 
 
-def equal_causal_lengths(call: Call) -> bool:
+def equal_causal_lengths(call: KernelCall) -> bool:
     """Whether a causal mask from the first key on is also one to the last key."""
     return call.mask != "causal" or call.attention.q_len == call.attention.kv_len

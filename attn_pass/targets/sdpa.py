@@ -40,7 +40,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, RANDOM_NUMBERS, Attended, not_measured
-from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.kernel_rules import KernelCall
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
     MaskForm,
@@ -224,8 +224,8 @@ def _is_default_scale(a: Attention, padded: int | None) -> bool:
     return isinstance(dim, int) and math.isclose(abs(a.scale), dim**-0.5, rel_tol=1e-12)
 
 
-def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> Call:
-    return Call(
+def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> KernelCall:
+    return KernelCall(
         a,
         mask_kind(a, setting),
         setting.device,

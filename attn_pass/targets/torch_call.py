@@ -6,7 +6,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.registry import family_of
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets import constraints
-from attn_pass.targets.kernel_rules import Call, KernelRules
+from attn_pass.targets.kernel_rules import KernelCall, KernelRules
 
 
 def rules_of(kernel: str, device: Device) -> KernelRules:
@@ -14,13 +14,13 @@ def rules_of(kernel: str, device: Device) -> KernelRules:
     return family_of(device).kernel_rules[kernel]
 
 
-def is_padded(kernel: str, call: Call) -> bool:
+def is_padded(kernel: str, call: KernelCall) -> bool:
     """Whether the kernel takes the head dims as they are."""
     multiple = rules_of(kernel, call.device).multiple(call.dtype)
     return multiple == 1 or all(isinstance(d, int) and d % multiple == 0 for d in call.head_dims)
 
 
-def refusal(kernel: str, call: Call, *, by_torch: bool = False) -> str | None:
+def refusal(kernel: str, call: KernelCall, *, by_torch: bool = False) -> str | None:
     """The first reason why a kernel refuses a call; None if it accepts. ``by_torch``: only torch's own rules.
 
     If the device is present, torch's own check is called as well.
@@ -39,7 +39,7 @@ def order(device: Device) -> tuple[str, ...]:
     return family_of(device).order(device)
 
 
-def picked_by_torch(call: Call, allowed: tuple[str, ...] | None = None) -> str | None:
+def picked_by_torch(call: KernelCall, allowed: tuple[str, ...] | None = None) -> str | None:
     """The kernel torch's own call picks among the backends that are allowed; None where it is unfused."""
     family = family_of(call.device)
     for kernel in family.order(call.device):
@@ -54,4 +54,4 @@ def picked_as_written(attention: Attention, written: AsWritten, device: Device, 
     if not written.plain:
         return None
     mask = "causal" if written.causal else written.mask
-    return picked_by_torch(Call(attention, mask, device, written.mask_needs_grad, deterministic))
+    return picked_by_torch(KernelCall(attention, mask, device, written.mask_needs_grad, deterministic))

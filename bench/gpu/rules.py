@@ -24,7 +24,7 @@ from attn_pass.measuring.timing import compiled
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.patterns import calls
 from attn_pass.reading.reader import Reader
-from attn_pass.targets.kernel_rules import Call as TableCall
+from attn_pass.targets.kernel_rules import KernelCall
 from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Column, Part, Row, one_each
@@ -159,7 +159,7 @@ def by_table(attention: Attention, written: AsWritten, device: Device) -> str:
     kernel = registry.family_of(device).stock_kernel(attention, written, device, deterministic=False)
     if device.type == "cpu" and kernel is not None:
         mask = "causal" if written.causal else written.mask
-        refused = refusal(kernel, TableCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
+        refused = refusal(kernel, KernelCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
         return "flash" if refused is None else f"none ({refused})"
     return kernel or "none"
 

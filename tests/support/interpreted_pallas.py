@@ -27,7 +27,9 @@ def to_torch(array: Any, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.array(array, np.float64)).to(dtype)
 
 
-def run(call: kernels.Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
+def run(
+    call: kernels.PallasCall, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None
+) -> Any:
     """In the place of `operators.elsewhere`."""
     import jax
 
@@ -40,11 +42,11 @@ def run(call: kernels.Call, back: bool, tensors: tuple[Tensor, ...], bias: Tenso
 
 
 @contextmanager
-def interpreted() -> Iterator[list[kernels.Call]]:
+def interpreted() -> Iterator[list[kernels.PallasCall]]:
     """Inside it the operators run JAX's kernels; yields the calls that were made."""
-    calls: list[kernels.Call] = []
+    calls: list[kernels.PallasCall] = []
 
-    def seen(call: kernels.Call, *rest: Any) -> Any:
+    def seen(call: kernels.PallasCall, *rest: Any) -> Any:
         calls.append(call)
         return run(call, *rest)
 

@@ -14,7 +14,7 @@ from attn_pass.model.attention import Attention, Source
 from attn_pass.model.expression import DOT, Load
 from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index
 from attn_pass.model.mask import Mask
-from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.kernel_rules import KernelCall
 
 KERNELS = {
     kernel: rules for family in families() if not family.is_runtime for kernel, rules in family.kernel_rules.items()
@@ -47,7 +47,7 @@ def call(
     device: Device = H200,
     torch_version: tuple[int, int] = (2, 13),
     **of_call: Any,
-) -> Call:
+) -> KernelCall:
     """A call; ``by_head``: its mask differs from head to head."""
     b, h, g, i, j, d = (Axis(n, s) for n, s in zip("bhgijd", (batch, heads // groups, groups, q_len, kv_len, dim)))
     e = Axis("e", dim if value_dim is None else value_dim)
@@ -73,4 +73,4 @@ def call(
         needs_grad=grad,
         mask=Mask(bias, never_empty=never_empty),
     )
-    return Call(attention, mask, device, torch_version=torch_version, **of_call)
+    return KernelCall(attention, mask, device, torch_version=torch_version, **of_call)

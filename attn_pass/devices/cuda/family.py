@@ -22,7 +22,7 @@ from attn_pass.errors import OptionError
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.structure import Band
 from attn_pass.targets.base import Setting, Target
-from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.kernel_rules import KernelCall
 from attn_pass.targets.torch_call import is_padded, picked_as_written
 
 
@@ -133,13 +133,13 @@ class Cuda(Family):
         there = (kernel for kernel in KERNELS if kernel.name in device.kernels and kernel.rules is not None)
         return tuple(kernel.name for kernel in there if kernel.is_tried(device))
 
-    def takes_head_dims(self, kernel: str, call: Call) -> bool:
+    def takes_head_dims(self, kernel: str, call: KernelCall) -> bool:
         """Where torch's call pads head dims for a kernel, to a multiple of 8, it does not make them equal."""
         own = named(kernel)
         pads = own is not None and own.padded_by_torch
         return call.head_dims[0] == call.head_dims[1] if pads else is_padded(kernel, call)
 
-    def refused_by_torch(self, kernel: str, call: Call, multiple: int) -> bool:
+    def refused_by_torch(self, kernel: str, call: KernelCall, multiple: int) -> bool:
         """What torch's own ``can_use_*_attention`` says, where the GPU is here."""
         return own_check.refuses(kernel, call, multiple)
 

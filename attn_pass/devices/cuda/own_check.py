@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_pass.devices.cuda.kernels import KERNELS
 from attn_pass.model.index import product
-from attn_pass.targets.kernel_rules import Call, padded
+from attn_pass.targets.kernel_rules import KernelCall, padded
 
 _CHECKS = {kernel.name: kernel.torch_check for kernel in KERNELS if kernel.torch_check}
 
@@ -51,7 +51,7 @@ class Shown:
             return torch.backends.cuda.SDPAParams(query, key, value, mask, self.dropout, self.causal, grouped)
 
 
-def shown(call: Call, multiple: int) -> Shown | None:
+def shown(call: KernelCall, multiple: int) -> Shown | None:
     """The call as torch's check is to see it, head dims padded; None where a size has no hint."""
     a, hint = call.attention, call.hint
     sizes = (a.batch_size, a.query_heads, product(x.size for x in a.kv_heads), a.q_len, a.kv_len, *call.head_dims)
@@ -74,7 +74,7 @@ def shown(call: Call, multiple: int) -> Shown | None:
     )
 
 
-def refuses(kernel: str, call: Call, multiple: int) -> bool:
+def refuses(kernel: str, call: KernelCall, multiple: int) -> bool:
     """Whether torch's own check refuses the call; False also where it cannot be asked."""
     of_here = call.device.is_here and call.device.type == "cuda" and kernel in _CHECKS
     if not of_here or not torch.backends.cuda.is_built():

@@ -21,7 +21,7 @@ from attn_pass.targets.bands import Window, window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, MAY_BE_EMPTY, RANDOM_NUMBERS, Attended, backend, sizes_of
 from attn_pass.targets.empty_rows import EmptyRows
-from attn_pass.targets.kernel_rules import Call, KernelRules, padded
+from attn_pass.targets.kernel_rules import KernelCall, KernelRules, padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
     LOWEST_CUDA,
@@ -56,7 +56,7 @@ class KernelPlan:
 
     @property
     def kind(self) -> str:
-        """The mask's kind, as `Call` has it."""
+        """The mask's kind, as `KernelCall` has it."""
         return self.mask.kind if self.window is None else "band"
 
     @property
@@ -122,7 +122,7 @@ class Kernel(CudaKernel):
         case = Attended(a, setting)
         if (reason := constraints.refusal((RANDOM_NUMBERS, backend(self.rules.backend)), case)) is not None:
             return reason
-        call = Call(
+        call = KernelCall(
             a,
             kind,
             setting.device,

@@ -14,7 +14,7 @@ from attn_pass.targets.kernel_rules import (
     KNOWN,
     NEVER,
     SIZES,
-    Call,
+    KernelCall,
     KernelRules,
     Rule,
     dtype_rule,
@@ -31,21 +31,21 @@ _VECTOR_DIMS, _VECTOR_DIMS_SINCE = (64, 96, 128), (64, 96, 128, 256)
 _PREFILL_DIMS = (32, 64, 72, 80, 96, 128, 256)
 
 
-def _dims_of(call: Call, accepted: tuple[int, ...]) -> bool:
+def _dims_of(call: KernelCall, accepted: tuple[int, ...]) -> bool:
     first, second = call.head_dims
     return first == second and first in accepted
 
 
-def _vector_dims(call: Call) -> tuple[int, ...]:
+def _vector_dims(call: KernelCall) -> tuple[int, ...]:
     return _VECTOR_DIMS_SINCE if call.torch_version >= _SINCE else _VECTOR_DIMS
 
 
-def _wrong_dims(call: Call, rows: str, accepted: tuple[int, ...]) -> str:
+def _wrong_dims(call: KernelCall, rows: str, accepted: tuple[int, ...]) -> str:
     dims = " and ".join(map(str, call.head_dims))
     return f"head dims of {dims}: the kernel for {rows} rows takes {', '.join(map(str, accepted))}"
 
 
-def _few(call: Call) -> bool:
+def _few(call: KernelCall) -> bool:
     a = call.attention
     return isinstance(a.q_len, int) and a.q_len <= _FEW_ROWS
 

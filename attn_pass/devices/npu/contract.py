@@ -63,7 +63,7 @@ class CallFacts:
         return _MASK_OF_ONE_ROW if self.decodes else self.limits.masks
 
 
-Rule = Constraint[CallFacts]
+ContractRule = Constraint[CallFacts]
 
 
 def _at_most(size: Index, most: int) -> bool:
@@ -96,8 +96,8 @@ def _fits_hidden(c: CallFacts) -> bool:
     return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < HIDDEN)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[ContractRule, ...] = (
+    ContractRule(
         "dtype",
         lambda c: (
             f"operands of {', '.join(sorted({dtype_name(d) for d in c.dtypes}))}: the operator takes "
@@ -105,50 +105,50 @@ RULES: tuple[Rule, ...] = (
         ),
         lambda c: len(set(c.dtypes)) == 1 and c.dtypes[0] in c.limits.dtypes,
     ),
-    Rule(
+    ContractRule(
         "contiguous",
         "an operand is not contiguous: the inference operator takes contiguous tensors, so call .contiguous()",
         lambda c: c.is_contiguous or not c.inference,
     ),
-    Rule("sizes", "a size is 0, which is not documented", lambda c: 0 not in _sizes(c)),
-    Rule(
+    ContractRule("sizes", "a size is 0, which is not documented", lambda c: 0 not in _sizes(c)),
+    ContractRule(
         "head dim",
         lambda c: "head dims of {} and {}, which the operator is not documented for".format(*_dims(c)),
         _has_head_dims,
     ),
-    Rule("heads", lambda c: f"{c.query['h']} heads are over {HEADS}", lambda c: _at_most(c.query["h"], HEADS)),
-    Rule(
+    ContractRule("heads", lambda c: f"{c.query['h']} heads are over {HEADS}", lambda c: _at_most(c.query["h"], HEADS)),
+    ContractRule(
         "heads of a group",
         lambda c: f"{c.query['h']} heads over {c.key['h']}: more than {GROUP} share a KV head",
         lambda c: not c.inference or _at_most(c.query["h"], GROUP * c.key["h"] if isinstance(c.key["h"], int) else 0),
     ),
-    Rule("batch", lambda c: f"a batch of {c.query['b']} is over what is documented", _has_batches),
-    Rule(
+    ContractRule("batch", lambda c: f"a batch of {c.query['b']} is over what is documented", _has_batches),
+    ContractRule(
         "length",
         lambda c: f"a length is over {c.limits.length}",
         lambda c: all(_at_most(n, c.limits.length) for n in (c.query["s"], c.key["s"])),
     ),
-    Rule(
+    ContractRule(
         "keys of one row",
         lambda c: f"{c.key['s']} keys of one query row are over {KEYS_OF_ONE_ROW}",
         lambda c: not c.decodes or _at_most(c.key["s"], KEYS_OF_ONE_ROW),
     ),
-    Rule(
+    ContractRule(
         "hidden size",
         lambda c: f"heads times head dim is not under {HIDDEN}, with positions before heads",
         _fits_hidden,
     ),
-    Rule(
+    ContractRule(
         "result layout",
         "a result in another layout than the operands is for more than one query row",
         lambda c: not (c.transposed and c.decodes),
     ),
-    Rule(
+    ContractRule(
         "inner_precise",
         lambda c: f"inner_precise {c.inner_precise} is not documented" + (" for one query row" if c.decodes else ""),
         lambda c: c.inner_precise in ((0, 1) if c.decodes else c.limits.inner_precise),
     ),
-    Rule(
+    ContractRule(
         "band",
         "an empty band: pre_tockens + next_tockens is below 0",
         lambda c: c.mode != _BANDED or c.decodes or c.before + c.after >= 0,

@@ -57,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Rule(Constraint[Case]):
+class NpuRule(Constraint[Case]):
     """What these of the operators ask for."""
 
     of: tuple[str, ...] = (INFERENCE, *FUSION)
@@ -106,122 +106,124 @@ def _mask_needs_grad(a: Attention) -> bool:
 
 RULES: tuple[Constraint[Case], ...] = (
     AFFINE,
-    Rule("sink", "sinks are not used before they have been tested on hardware", lambda c: c.attention.sink is None),
-    Rule(
+    NpuRule("sink", "sinks are not used before they have been tested on hardware", lambda c: c.attention.sink is None),
+    NpuRule(
         "gradient",
         "the inference operator has no gradient",
         lambda c: not c.attention.needs_grad,
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "gradient in an export",
         trained_export("the inference operator"),
         lambda c: not c.setting.may_need_grad,
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "dtype",
         lambda c: f"{dtype_name(c.attention.compute_dtype)}: the inference operator takes half precision",
         lambda c: c.attention.compute_dtype in HALF,
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "dtype",
         lambda c: f"{dtype_name(c.attention.compute_dtype)} has no fused operator",
         lambda c: c.attention.compute_dtype in (torch.float32, *HALF),
     ),
     AUTOCAST,
     backend("FLASH_ATTENTION"),
-    Rule("dropout", "the inference operator has no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
-    Rule(
+    NpuRule("dropout", "the inference operator has no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
+    NpuRule(
         "dropout",
         lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot express",
         lambda c: 0 <= c.attention.dropout < 1,
     ),
     RANDOM_NUMBERS,
-    Rule(
+    NpuRule(
         "seed",
         "the seed of this family's operator is a number, which a compiled graph would keep",
         lambda c: not c.attention.dropout,
         of=(TRAINING_V1,),
     ),
-    Rule(
+    NpuRule(
         "compiler",
         "torch_npu's Inductor puts npu_fusion_attention_v3 in its place, which raises on this device",
         lambda c: c.setting.runner not in ("inductor", "hook"),
         of=(TRAINING_V1,),
     ),
-    Rule(
+    NpuRule(
         "checkpoint",
         "its dropout in a checkpoint: no compiler knows that the operator draws random numbers, so the backward "
         "would draw others",
         lambda c: not (c.attention.dropout and c.setting.is_recomputed),
         of=FUSION,
     ),
-    Rule(
+    NpuRule(
         "equal calls",
         "another site may draw dropout over the same tensors: no compiler knows that the operator draws random "
         "numbers, so it would draw once for both",
         lambda c: not c.setting.may_be_merged_by_cse,
         of=FUSION,
     ),
-    Rule(
+    NpuRule(
         "deterministic",
         "deterministic algorithms are requested, and whether its gradient is deterministic is not known",
         lambda c: not (c.attention.needs_grad and c.setting.deterministic and not c.setting.fused_as_written),
         of=FUSION,
     ),
     NOT_EMPTY,
-    Rule(
+    NpuRule(
         "heads",
         "the number of heads is not known",
         lambda c: _known(c.attention.query_heads, _kv_heads(c.attention)),
     ),
-    Rule(
+    NpuRule(
         "heads",
         lambda c: f"{c.attention.query_heads} heads are over {HEADS}",
         lambda c: c.setting.hint(c.attention.query_heads) <= HEADS,
     ),
-    Rule(
+    NpuRule(
         "heads of a group",
         lambda c: f"{c.attention.groups} heads share a KV head, over {GROUP}",
         lambda c: c.setting.hint(c.attention.groups) <= GROUP,
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "head dim",
         too_wide(WIDEST),
         lambda c: (width(c.attention, c.operator) or WIDEST + 1) <= WIDEST,
     ),
-    Rule(
+    NpuRule(
         "batch",
         lambda c: f"a batch of {c.attention.batch_size} is over {c.limits.batch}",
         lambda c: c.setting.hint(c.attention.batch_size) <= c.limits.batch,
     ),
-    Rule(
+    NpuRule(
         "length",
         lambda c: f"a length is over {c.limits.length}",
         lambda c: max(map(c.setting.hint, (c.attention.q_len, c.attention.kv_len))) <= c.limits.length,
     ),
-    Rule(
+    NpuRule(
         "rows",
         "whether there is one query row or more is not known, and for one row the mask means something else",
         lambda c: c.attention.mask.is_none or c.attention.q_len == 1 or has_many_rows(c.attention, c.setting),
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "keys of one row",
         lambda c: f"{c.attention.kv_len} keys of one query row are over {KEYS_OF_ONE_ROW}",
         lambda c: c.attention.q_len != 1 or c.setting.hint(c.attention.kv_len) <= KEYS_OF_ONE_ROW,
         of=(INFERENCE,),
     ),
-    Rule(
+    NpuRule(
         "gradient of the mask",
         "the mask needs a gradient, which the operator does not give",
         lambda c: not _mask_needs_grad(c.attention),
     ),
-    Rule("scale", "the scale is 0, and there is a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
-    Rule(
+    NpuRule(
+        "scale", "the scale is 0, and there is a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none
+    ),
+    NpuRule(
         "numerics",
         STRICT_ROWS,
         lambda c: (
@@ -236,7 +238,7 @@ RULES: tuple[Constraint[Case], ...] = (
 
 def refusal(case: Case) -> str | None:
     """The first reason why an operator does not take an attention, its mask aside; None if it does."""
-    applicable = (rule for rule in RULES if not isinstance(rule, Rule) or case.operator in rule.of)
+    applicable = (rule for rule in RULES if not isinstance(rule, NpuRule) or case.operator in rule.of)
     return constraints.refusal(applicable, case)
 
 
@@ -244,7 +246,7 @@ def refusal(case: Case) -> str | None:
 
 
 @dataclass(frozen=True)
-class Call:
+class DispatchedCall:
     """A call of ``scaled_dot_product_attention``, as torch_npu's dispatch looks at it; ``mask`` as `AsWritten` has."""
 
     dtype: torch.dtype
@@ -255,7 +257,7 @@ class Call:
     mask: str = "none"
 
 
-def dispatched(call: Call, family: str) -> str:
+def dispatched(call: DispatchedCall, family: str) -> str:
     """The operator torch_npu's ``scaled_dot_product_attention`` ends in on a family; empty for the unfused form."""
     stock = next((known.stock for known in GENERATIONS if known.name == (family or UNKNOWN)), "")
     accepted = (
@@ -276,5 +278,5 @@ def stock_operator(a: Attention, written: AsWritten, device: Device) -> str | No
     if not written.plain or not _known(*sizes):
         return None
     heads, kv_heads, dim, value_dim = (n for n in sizes if isinstance(n, int))
-    call = Call(a.compute_dtype, 4, heads, kv_heads, (dim, dim, value_dim), written.mask)
+    call = DispatchedCall(a.compute_dtype, 4, heads, kv_heads, (dim, dim, value_dim), written.mask)
     return dispatched(call, device.generation) or None

@@ -11,7 +11,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.rocm import facts, gates
 from attn_pass.devices.rocm.rules import EFFICIENT, EFFICIENT_NAME, FLASH, FLASH_NAME
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.kernel_rules import KernelCall
 from attn_pass.targets.torch_call import is_padded, picked_as_written
 
 
@@ -61,7 +61,7 @@ class Rocm(Family):
             note = closed or f"torch's call may use {device.flash}"
             yield f"cuda:{number}", f"{device.name} ({device.generation})", note
 
-    def takes_head_dims(self, kernel: str, call: Call) -> bool:
+    def takes_head_dims(self, kernel: str, call: KernelCall) -> bool:
         """Torch's call pads head dims for the flash kernel alone, and does not make them equal.
 
         AOTriton's other kernel takes unequal ones, and in float32 multiples of 4, since torch 2.13, with AOTriton 0.12.

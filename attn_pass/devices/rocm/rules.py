@@ -18,7 +18,7 @@ from attn_pass.targets.kernel_rules import (
     NEVER,
     PADDABLE,
     SIZES,
-    Call,
+    KernelCall,
     KernelRules,
     Rule,
     dtype_rule,
@@ -31,14 +31,14 @@ from attn_pass.targets.kernel_rules import (
 FLASH_NAME, EFFICIENT_NAME = "aotriton flash", "aotriton efficient"
 
 
-def _widest(call: Call) -> int:
+def _widest(call: KernelCall) -> int:
     """The widest head dim. Torch 2.13 builds AOTriton 0.12, versions before it 0.11."""
     if call.device.generation.startswith("gfx11") or call.device.flash == "CK":
         return 256
     return 512
 
 
-def _widest_efficient(call: Call) -> int:
+def _widest_efficient(call: KernelCall) -> int:
     return _widest(call) if call.torch_version >= (2, 13) else 256
 
 

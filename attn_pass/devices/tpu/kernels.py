@@ -2,7 +2,7 @@
 
 This module meets the requirements of the library's kernels: the scale is always passed, a bias is passed so that it
 counts as if it were added to the scaled scores, although the kernel adds before it multiplies, and what is padded is
-masked. Functions are created once per `Call` and kept, so that caches by a function's identity, such as
+masked. Functions are created once per `PallasCall` and kept, so that caches by a function's identity, such as
 ``torch_xla.core.xla_builder.call_jax`` does, finds them again.
 
 The library is ``jax.experimental.pallas.ops.tpu.flash_attention`` and ``.splash_attention`` (read: jax 0.7.1 and
@@ -44,7 +44,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Call:
+class PallasCall:
     """All that a kernel is made for besides its arrays.
 
     Keys are kept where ``lower <= key - row <= upper``, None being no bound. ``precision`` is that of products of
@@ -61,7 +61,7 @@ class Call:
 
 
 @functools.cache
-def forward(call: Call) -> Callable[..., Any]:
+def forward(call: PallasCall) -> Callable[..., Any]:
     """``(query, key, value, bias, kept) -> result``, the same function at every request.
 
     Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, D), bias broadcastable to (B, H, L, S) or None,
@@ -80,7 +80,7 @@ def forward(call: Call) -> Callable[..., Any]:
 
 
 @functools.cache
-def backward(call: Call) -> Callable[..., Any]:
+def backward(call: PallasCall) -> Callable[..., Any]:
     """``(grad, query, key, value, bias, kept) -> (of query, key, value[, bias])``; the forward is computed again.
 
     None among the arguments, and what is boolean, has no gradient: the result has three or four parts. A bias of any
@@ -104,7 +104,7 @@ def backward(call: Call) -> Callable[..., Any]:
 
 
 @functools.cache
-def packed(call: Call, back: bool, biased: bool, masked: bool) -> Callable[..., Any]:
+def packed(call: PallasCall, back: bool, biased: bool, masked: bool) -> Callable[..., Any]:
     """`forward` or `backward` of the arrays there are, without None in the place of those there are not."""
     function = backward(call) if back else forward(call)
     first = 4 if back else 3
@@ -122,7 +122,7 @@ def packed(call: Call, back: bool, biased: bool, masked: bool) -> Callable[..., 
 # ---------------------------------------------------------------- flash
 
 
-def _scale_inside(call: Call, query: Any, bias: Any) -> float:
+def _scale_inside(call: PallasCall, query: Any, bias: Any) -> float:
     """The scale that the kernel multiplies by; 1 where the query is multiplied before.
 
     The kernel computes ``scale * (query @ key + added)``. In float32 the query takes the scale, and a bias is added as
@@ -131,7 +131,7 @@ def _scale_inside(call: Call, query: Any, bias: Any) -> float:
     return 1.0 if bias is not None and query.dtype.itemsize == 4 else call.scale
 
 
-def _added(call: Call, query: Any, bias: Any) -> Any:
+def _added(call: PallasCall, query: Any, bias: Any) -> Any:
     """What the kernel adds before it multiplies by its scale, float32, for a bias that is added afterwards.
 
     A kernel that is compiled may compute ``scale * x - maximum`` without rounding the product. For the largest of a row
@@ -152,7 +152,7 @@ def _added(call: Call, query: Any, bias: Any) -> Any:
     return jnp.where(bias <= _MASKING, jax.lax.bitcast_convert_type(bits, jnp.float32), bias / scale)
 
 
-def _flash(call: Call, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
+def _flash(call: PallasCall, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
     from jax import numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as library
 
@@ -204,7 +204,7 @@ def _flash_blocks(library: Any, b: Blocks) -> Any:
 # ---------------------------------------------------------------- splash
 
 
-def _splash(call: Call, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
+def _splash(call: PallasCall, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
     import jax
     from jax import numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library

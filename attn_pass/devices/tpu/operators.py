@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_pass.devices.tpu.kernels import LOWEST, NEVER, Blocks, Call
+from attn_pass.devices.tpu.kernels import LOWEST, NEVER, Blocks, PallasCall
 
 _MASKED = -0.7 * torch.finfo(torch.float32).max  # what the kernels add to a masked score
 
@@ -49,7 +49,7 @@ def attention(
     Returns:
         (B, H, L, D), contiguous. A fully masked row is an average of values.
     """
-    call = Call(kind, scale, Blocks(*blocks), lower, upper)
+    call = PallasCall(kind, scale, Blocks(*blocks), lower, upper)
     result: Tensor = _run(call, False, (query, key, value), bias, kept)
     return result
 
@@ -69,7 +69,7 @@ def attention_backward(
     blocks: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias, the last empty without one. ``grad`` is that of the result."""
-    call = Call(kind, scale, Blocks(*blocks), lower, upper)
+    call = PallasCall(kind, scale, Blocks(*blocks), lower, upper)
     gradients = _run(call, True, (grad, query, key, value), bias, kept)
     return (*gradients, query.new_empty(0)) if bias is None else tuple(gradients)
 
@@ -99,7 +99,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 attention.register_autograd(_gradient, setup_context=_keep)
 
 
-def _run(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
+def _run(call: PallasCall, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
     """The kernel of the device the tensors are on."""
     place = tensors[0].device.type
     if place == "xla":
@@ -116,7 +116,9 @@ def _run(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | Non
 # ---------------------------------------------------------------- the same function in plain operators
 
 
-def elsewhere(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
+def elsewhere(
+    call: PallasCall, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None
+) -> Any:
     """What the operators are on devices without the kernels."""
     if back:
         return _plain_backward(call, *tensors, bias=bias, kept=kept)
@@ -130,7 +132,7 @@ def _spread(x: Tensor, query: Tensor) -> Tensor:
     return x.float().repeat_interleave(query.size(1) // x.size(1), 1)
 
 
-def _weights(call: Call, query: Tensor, key: Tensor, bias: Tensor | None, kept: Tensor | None) -> Tensor:
+def _weights(call: PallasCall, query: Tensor, key: Tensor, bias: Tensor | None, kept: Tensor | None) -> Tensor:
     """(B, H, L, S)."""
     scores = call.scale * query.float() @ _spread(key, query).mT
     if bias is not None:
@@ -149,7 +151,14 @@ def _weights(call: Call, query: Tensor, key: Tensor, bias: Tensor | None, kept: 
 
 
 def _plain_backward(
-    call: Call, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, kept: Tensor | None
+    call: PallasCall,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | None,
+    kept: Tensor | None,
 ) -> tuple[Tensor, ...]:
     weights, grad = _weights(call, query, key, bias, kept), grad.float()
     of_weights = grad @ _spread(value, query).mT

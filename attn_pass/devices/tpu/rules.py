@@ -178,7 +178,7 @@ def width(head_dim: int, value_dim: int) -> int:
 # ---------------------------------------------------------------- rules
 
 
-Rule = Constraint[HasAttention]
+TpuRule = Constraint[HasAttention]
 _WIDEST = 512
 
 
@@ -191,40 +191,40 @@ def _missing(setting: Setting) -> str | None:
     )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[TpuRule, ...] = (
     AFFINE,
     unless("packages", lambda c: _missing(c.setting)),
-    Rule(
+    TpuRule(
         "program",
         "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program",
         lambda c: c.setting.program != "aoti",
     ),
     AUTOCAST,
     ANY_BACKEND,
-    Rule(
+    TpuRule(
         "float16",
         "the TPU's compiler has no float16 in these kernels: convert the model to bfloat16",
         lambda c: c.attention.compute_dtype != torch.float16,
     ),
-    Rule(
+    TpuRule(
         "dtype",
         lambda c: f"the Pallas kernels take bfloat16 and float32, not {dtype_name(c.attention.compute_dtype)}",
         lambda c: c.attention.compute_dtype in (torch.bfloat16, torch.float32),
     ),
-    Rule("dropout", "the Pallas kernels have no dropout", lambda c: not c.attention.dropout),
-    Rule("sink", "attn_pass does not pass sinks to the Pallas kernels", lambda c: c.attention.sink is None),
-    Rule(
+    TpuRule("dropout", "the Pallas kernels have no dropout", lambda c: not c.attention.dropout),
+    TpuRule("sink", "attn_pass does not pass sinks to the Pallas kernels", lambda c: c.attention.sink is None),
+    TpuRule(
         "static sizes",
         "a size is not known when the graph is compiled, and the kernel's tiles follow from all of them",
         lambda c: all(isinstance(n, int) for n in (*sizes_of(c.attention), c.attention.groups)),
     ),
     NOT_EMPTY,
-    Rule(
+    TpuRule(
         "head dim",
         f"the head dim is over {_WIDEST}",
         lambda c: max(known_or(c.attention.head_dim, 0), known_or(c.attention.value_head_dim, 0)) <= _WIDEST,
     ),
-    Rule(
+    TpuRule(
         "scale",
         lambda c: f"a scale of {c.attention.scale:g} is too small for a mask that is divided by it",
         lambda c: c.attention.mask.is_none or abs(c.attention.scale) >= SMALLEST_SCALE,

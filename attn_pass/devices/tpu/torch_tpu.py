@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_pass.devices.tpu.kernels import Call, packed
+from attn_pass.devices.tpu.kernels import PallasCall, packed
 from attn_pass.errors import VersionError
 
 _INSTALL = "pip install torch_tpu jax"
 
 
-def run(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
+def run(call: PallasCall, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
     """The kernel on torch_tpu's tensors.
 
     Raises:
@@ -34,7 +34,7 @@ def run(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None
 
 
 @functools.cache
-def operator(call: Call, back: bool, biased: bool, masked: bool) -> Callable[..., Any]:
+def operator(call: PallasCall, back: bool, biased: bool, masked: bool) -> Callable[..., Any]:
     """The operator of a kernel: its arrays in the order of `attn_pass.devices.tpu.kernels.packed`."""
     try:
         jax = importlib.import_module("jax")

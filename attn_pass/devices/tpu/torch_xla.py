@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_pass.devices.tpu.kernels import Call, packed
+from attn_pass.devices.tpu.kernels import PallasCall, packed
 from attn_pass.errors import VersionError
 
 _PLATFORM: ContextVar[str | None] = ContextVar("attn_pass_xla_platform", default=None)
@@ -38,7 +38,7 @@ def lowered_for_tpu() -> Iterator[None]:
         _PLATFORM.reset(token)
 
 
-def run(call: Call, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
+def run(call: PallasCall, back: bool, tensors: tuple[Tensor, ...], bias: Tensor | None, kept: Tensor | None) -> Any:
     """The kernel on XLA tensors; interpreted, slowly, where torch_xla's device is the CPU.
 
     Raises:

@@ -16,7 +16,7 @@ from attn_pass.targets.kernel_rules import (
     NEVER,
     PADDABLE,
     SIZES,
-    Call,
+    KernelCall,
     KernelRules,
     Rule,
     dtype_rule,
@@ -28,11 +28,11 @@ _WIDEST = 576
 _CHOICE = "mkldnn/xpu/Attention.cpp"
 
 
-def _widest(call: Call) -> int:
+def _widest(call: KernelCall) -> int:
     return max(known_or(dim, 0) for dim in call.head_dims)
 
 
-def _has_masks_of_grouped_heads(call: Call) -> bool:
+def _has_masks_of_grouped_heads(call: KernelCall) -> bool:
     """Whether heads that share keys have masks of their own, as a tensor."""
     a = call.attention
     used = a.mask.axes()

@@ -40,7 +40,7 @@ class Case:
     function: Function
 
 
-Rule = Constraint[Case]
+FlexRule = Constraint[Case]
 
 
 def refusal(case: Case) -> str | None:
@@ -50,40 +50,40 @@ def refusal(case: Case) -> str | None:
 
 # ---------------------------------------------------------------- rules of every device
 
-_ANY_SCORE = Rule(
+_ANY_SCORE = FlexRule(
     "scores",
     lambda c: "the scores are a scale, a bias and a mask, which need no score function",
     lambda c: bool(c.attention.not_affine),
 )
-_UNKNOWN_DEVICE = Rule("device", lambda c: not_served(c.setting), lambda c: False)
-_VERSION = Rule(
+_UNKNOWN_DEVICE = FlexRule("device", lambda c: not_served(c.setting), lambda c: False)
+_VERSION = FlexRule(
     "torch",
     lambda c: f"FlexAttention on {_on(c)} needs torch {'.'.join(map(str, _minimum(c)))} or newer",
     lambda c: _minimum(c) <= TORCH_VERSION,
 )
-_DTYPE = Rule(
+_DTYPE = FlexRule(
     "dtype",
     lambda c: f"FlexAttention takes no {dtype_name(c.attention.compute_dtype)} on {_on(c)}",
     lambda c: c.attention.compute_dtype in _DTYPES,
 )
-_SINK = Rule("sink", lambda c: "no target computes a sink beside such scores", lambda c: c.attention.sink is None)
-_DROPOUT = Rule(
+_SINK = FlexRule("sink", lambda c: "no target computes a sink beside such scores", lambda c: c.attention.sink is None)
+_DROPOUT = FlexRule(
     "dropout",
     lambda c: f"dropout {c.attention.dropout:g}: FlexAttention has no dropout",
     lambda c: not c.attention.dropout,
 )
-_STATIC_HEADS = Rule(
+_STATIC_HEADS = FlexRule(
     "known heads",
     # C++ errors in torch 2.13.0; tiles and splits of the Triton templates are numbers
     lambda c: "the number of heads or a head dim is not known",
     lambda c: all(isinstance(n, int) for n in _heads_and_dims(c.attention)),
 )
-_SIZES = Rule(
+_SIZES = FlexRule(
     "sizes",
     lambda c: MAY_BE_EMPTY,
     lambda c: not any(map(c.setting.can_be_zero, sizes_of(c.attention))),
 )
-_IN_BOUNDS = Rule(
+_IN_BOUNDS = FlexRule(
     "bounds",
     lambda c: "the score function would read before the start of a tensor, or beyond its end",
     lambda c: all(
@@ -91,16 +91,16 @@ _IN_BOUNDS = Rule(
         for e in c.function.loads()
     ),
 )
-_STRICT = Rule(
+_STRICT = FlexRule(
     "numerics",
     lambda c: STRICT_ROWS,
     lambda c: not _may_be_nan(c),
 )
-_CONTINUOUS = Rule(
+_CONTINUOUS = FlexRule(
     "rounding", lambda c: amplifies(c.function.score) or "", lambda c: amplifies(c.function.score) is None
 )
 
-_FLOAT32 = Rule(
+_FLOAT32 = FlexRule(
     "float64 scores",
     lambda c: outgrows_float32(c.attention) or "",
     lambda c: outgrows_float32(c.attention) is None,
@@ -126,29 +126,29 @@ def _may_be_nan(c: Case) -> bool:
 
 # ---------------------------------------------------------------- the CPU's
 
-_NO_HOOK = Rule(
+_NO_HOOK = FlexRule(
     "hook",
     # NotImplementedError in CppFlexAttentionTemplate.render if what follows is fused into it (torch 2.13.0).
     lambda c: "inside Inductor's hook, Inductor may try to fuse later operations into the kernel, and fail",
     lambda c: c.setting.runner != "hook",
 )
-_HAS_VECTORS = Rule(
+_HAS_VECTORS = FlexRule(
     "processor",
     # check_cpu_supported in flex_cpu.py; pytorch#185816 for ARM's.
     lambda c: "Inductor's FlexAttention for CPUs needs AVX2",
     lambda c: c.setting.device.instruction_set not in ("plain", "neon"),
 )
-_WITHIN_ITS_SCORES = Rule(
+_WITHIN_ITS_SCORES = FlexRule(
     "head dim and keys",
     # The ntail kernel of CppMicroGemmFP32Vec (codegen/cpp_micro_gemm.py) with a transposed operand: its outer product
     # writes 16 columns where fewer are left. The last row's are the largest scores of the first rows.
     lambda c: "Inductor's FlexAttention for CPUs writes past its scores with this head dim and number of keys",
     lambda c: c.setting.runner == "other" or not _may_write_past(c.attention),
 )
-_NO_BACKWARD = Rule(
+_NO_BACKWARD = FlexRule(
     "gradient", lambda c: "FlexAttention has no backward on the CPU", lambda c: not c.attention.needs_grad
 )
-_STATIC_TABLES = Rule(
+_STATIC_TABLES = FlexRule(
     "known tables",
     # "ks2 was not declared": the checks of its index ask for the size (torch 2.13.0).
     lambda c: "the score function looks rows up in a table whose size is not known",
@@ -176,22 +176,22 @@ def _may_write_past(a: Attention) -> bool:
 
 # ---------------------------------------------------------------- CUDA's
 
-_ASKED_FOR = Rule(
+_ASKED_FOR = FlexRule(
     "device",
     lambda c: not_served(c.setting),
     lambda c: bool(c.setting.device.kernels),
 )
-_NEEDED = Rule(
+_NEEDED = FlexRule(
     "mask",
     lambda c: "torch's own kernels take it without a mask in memory",
     lambda c: bool(c.attention.not_affine) or not _is_maskless(c),
 )
-_CAPABILITY = Rule(
+_CAPABILITY = FlexRule(
     "compute capability",
     lambda c: "FlexAttention's kernels are for compute capability 8.0 and newer",
     lambda c: c.setting.device.capability >= (8, 0),
 )
-_NO_CAPTURED_GRADIENT = Rule(
+_NO_CAPTURED_GRADIENT = FlexRule(
     "gradient of a captured tensor",
     # The template adds it up by atomics, and only for tensors read through its own indexing, once each.
     lambda c: "a tensor that the score function reads needs a gradient",
@@ -199,7 +199,7 @@ _NO_CAPTURED_GRADIENT = Rule(
         not (c.attention.needs_grad and any(c.attention.sources[e.source].needs_grad for e in c.function.loads()))
     ),
 )
-_DIMS = Rule(
+_DIMS = FlexRule(
     "head dim",
     lambda c: f"the head dim is below {_SMALLEST_DIM} or over {_LARGEST_DIM}",
     lambda c: all(
@@ -207,19 +207,19 @@ _DIMS = Rule(
         for d in (c.attention.head_dim, c.attention.value_head_dim)
     ),
 )
-_GRID_FITS = Rule(
+_GRID_FITS = FlexRule(
     "grid",
     lambda c: f"more than {_GRID} batch entries or heads",
     lambda c: all(c.setting.hint(n) <= _GRID for n in (c.attention.batch_size, c.attention.query_heads)),
 )
-_AFFINE_SINK = Rule(
+_AFFINE_SINK = FlexRule(
     "sink",
     lambda c: "a sink needs the logarithm of the sum of exponentials, which is not taken from the kernel",
     lambda c: c.attention.sink is None,
 )
 
 
-_NO_EMPTY_ROW_GRADIENT = Rule(
+_NO_EMPTY_ROW_GRADIENT = FlexRule(
     "gradient of fully masked rows",
     # The backward recomputes exp(score - logsumexp), in which the logarithm of the row's length is lost beside a fill.
     lambda c: "a row may be fully masked by a number, and the kernel gets its gradients wrong",
@@ -255,7 +255,7 @@ def _is_maskless(c: Case) -> bool:
     return mask_kind(c.attention, c.setting) in ("none", "causal") and Sdpa().unfit(c.attention, c.setting) is None
 
 
-RULES: Mapping[str, tuple[Rule, ...]] = {
+RULES: Mapping[str, tuple[FlexRule, ...]] = {
     "cpp": (
         _ANY_SCORE,
         _VERSION,

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from attn_pass.devices.tpu.kernels import Blocks, Call, forward
+from attn_pass.devices.tpu.kernels import Blocks, PallasCall, forward
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, Sizes, blocks_for
 from bench.harness import environment
 from bench.harness.console import plain_console, show_table
@@ -65,7 +65,7 @@ def correctness(shape: tuple[int, int, int, int] = (1, 5, 512, 128)) -> Table:
         )
         for dtype in ("float32", "bfloat16"):
             given = [jax.numpy.asarray(x, dtype) for x in (query, key, value)]
-            call = Call(kind, scale, Blocks(256, 256), lower, upper, interpret=True)
+            call = PallasCall(kind, scale, Blocks(256, 256), lower, upper, interpret=True)
             result = np.asarray(jax.jit(forward(call))(*given), np.float64)
             wide = [torch.tensor(np.asarray(x, np.float64)) for x in given]
             exact = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep, scale=scale)
@@ -163,7 +163,7 @@ def _ways(on_tpu: bool) -> dict[str, Callable[..., Any]]:
         "torch_xla flash_attention": lambda q, k, v: flash_attention(q, k, v, sm_scale=scale)
     }
     for name, blocks in (("call_jax", REPORTED_TILES), ("call_jax, the tiles of attn_pass", tiles)):
-        call = Call("flash", scale, blocks)
+        call = PallasCall("flash", scale, blocks)
         ways[name] = lambda q, k, v, call=call: adapter.run(call, False, (q, k, v), None, None)
     return ways
 
@@ -223,7 +223,7 @@ def _time_jax(shape: tuple[int, ...], timing: Timing) -> Iterator[dict[str, Any]
 
     draw = np.random.default_rng(0)
     given = [jax.numpy.asarray(draw.standard_normal(shape), "bfloat16") for _ in range(3)]
-    attend = jax.jit(forward(Call("flash", shape[-1] ** -0.5, REPORTED_TILES)))
+    attend = jax.jit(forward(PallasCall("flash", shape[-1] ** -0.5, REPORTED_TILES)))
     last: list[Any] = [given[0]]
 
     def step() -> None:
@@ -252,7 +252,7 @@ def tiles(choices: Sequence[tuple[int, int]] = TILES) -> Table:
     for rows, keys in choices:
         row: dict[str, Any] = {"block_q": rows, "block_k": keys}
         for name in GENERATIONS:
-            call = Call("flash", SHAPE[3] ** -0.5, Blocks(rows, keys))
+            call = PallasCall("flash", SHAPE[3] ** -0.5, Blocks(rows, keys))
             try:
                 tpu_aot.compiled(name, forward(call), [(SHAPE, "bfloat16")] * 3)
                 fits = "fits"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from attn_pass.devices.cuda import own_check
-from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.kernel_rules import KernelCall
 from attn_pass.targets.torch_call import picked_by_torch, refusal
 
 HERE = replace(H200, is_here=True)
@@ -42,7 +42,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
     yield given
 
 
-def shown(given: Call, multiple: int = 8) -> Any:
+def shown(given: KernelCall, multiple: int = 8) -> Any:
     seen = own_check.shown(given, multiple)
     assert seen is not None
     return seen.parameters()

@@ -15,7 +15,7 @@ from attn_pass.devices.npu import facts, generations
 from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
 from attn_pass.devices.npu.masks import mask_plan
 from attn_pass.devices.npu.operators import FusionAttention, InferAttention
-from attn_pass.devices.npu.rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
+from attn_pass.devices.npu.rules import RULES, Case, DispatchedCall, dispatched, has_many_rows, merged_fits, refusal
 from attn_pass.model.expression import Const
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
 from attn_pass.model.structure import Band
@@ -124,7 +124,7 @@ def test_rows_that_are_surely_several(rows: Any, program: str, many: bool) -> No
     [("A2", TRAINING), ("A3", TRAINING), ("", TRAINING), ("950", TRAINING_V1), ("310P", ""), ("910", "")],
 )
 def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
-    assert dispatched(Call(BF16, 4, 8, 2, (64, 64, 64)), family) == operator
+    assert dispatched(DispatchedCall(BF16, 4, 8, 2, (64, 64, 64)), family) == operator
     if family:
         assert generations.generation(family).stock == operator
         assert operator in ("", *generations.generation(family).operators)

@@ -19,7 +19,7 @@ jax = pytest.importorskip("jax")
 from interpreted_pallas import interpreted, to_jax, to_torch  # noqa: E402
 
 from attn_pass.devices.tpu import kernels, operators, torch_xla  # noqa: E402
-from attn_pass.devices.tpu.kernels import Blocks, Call  # noqa: E402
+from attn_pass.devices.tpu.kernels import Blocks, PallasCall  # noqa: E402
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -135,17 +135,17 @@ def test_a_bias_reaches_the_kernel_divided_by_the_scale() -> None:
 # ---------------------------------------------------------------- the operator, on its own
 
 
-BOTH: dict[str, tuple[Call, tuple[int, int], dict[str, Tensor]]] = {
-    "keys in several blocks, the last padded": (Call("flash", 0.7, Blocks(64, 128)), (100, 300), {}),
-    "padded and kept": (Call("flash", 0.7, Blocks(100, 256)), (100, 160), {"kept": KEPT}),
+BOTH: dict[str, tuple[PallasCall, tuple[int, int], dict[str, Tensor]]] = {
+    "keys in several blocks, the last padded": (PallasCall("flash", 0.7, Blocks(64, 128)), (100, 300), {}),
+    "padded and kept": (PallasCall("flash", 0.7, Blocks(100, 256)), (100, 160), {"kept": KEPT}),
     "bias, kept, causal, padded": (
-        Call("flash", 0.7, Blocks(128, 128, 128, 128), upper=0),
+        PallasCall("flash", 0.7, Blocks(128, 128, 128, 128), upper=0),
         (160, 160),
         {"bias": randn(1, 4, 160, 160), "kept": FIRST | KEPT},
     ),
-    "a band, padded": (Call("splash", 0.7, Blocks(128, 128, 128, 128), -20, 40), (128, 160), {}),
+    "a band, padded": (PallasCall("splash", 0.7, Blocks(128, 128, 128, 128), -20, 40), (128, 160), {}),
     "a band, kept": (
-        Call("splash", 0.7, Blocks(64, 128), None, 12),
+        PallasCall("splash", 0.7, Blocks(64, 128), None, 12),
         (128, 160),
         {"kept": FIRST | KEPT},
     ),
@@ -171,7 +171,7 @@ def test_what_runs_elsewhere_is_what_the_kernel_computes(name: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 
-SPELLED = Call("flash", 0.5, Blocks(128, 128))
+SPELLED = PallasCall("flash", 0.5, Blocks(128, 128))
 OTHERS = {
     "kind": "splash",
     "scale": 0.25,
@@ -183,7 +183,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Call)])
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(PallasCall)])
 def test_a_kernel_of_another_kind_is_another_function(field: str) -> None:
     other = dataclasses.replace(SPELLED, **{field: OTHERS[field]})
     assert other != SPELLED
@@ -196,7 +196,7 @@ def test_a_kernel_of_another_kind_is_another_function(field: str) -> None:
 @pytest.mark.parametrize(("precision", "seen"), [("default", "DEFAULT"), ("highest", "HIGHEST")])
 def test_products_have_the_requested_precision(kind: str, back: bool, precision: str, seen: str) -> None:
     q = jax.ShapeDtypeStruct((1, 1, 128, 128), "float32")
-    call = Call(kind, 0.5, Blocks(128, 128, 128, 128), precision=precision)
+    call = PallasCall(kind, 0.5, Blocks(128, 128, 128, 128), precision=precision)
     text = str(jax.make_jaxpr(kernels.packed(call, back, False, False))(*[q] * (3 + back)))
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) >= 2 and ("HIGHEST" in text) == (seen == "HIGHEST")
@@ -218,7 +218,7 @@ def test_splash_scales_the_query_in_float32() -> None:
     scale, q = 1.004, qkv(1, 2, 128, 128, 16, dtype=BF16)[0]
     with mock.patch.object(library, "make_splash_mha", lambda *a, **k: lambda query, key, value: query):
         query = to_jax(q)
-        result = kernels.forward(Call("splash", scale, Blocks(128, 128)))(query, query, query)
+        result = kernels.forward(PallasCall("splash", scale, Blocks(128, 128)))(query, query, query)
     assert torch.equal(to_torch(result, BF16), (q.float() * scale).to(BF16))
     assert not torch.equal(to_torch(result, BF16), q * torch.tensor(scale, dtype=BF16))
 
@@ -238,7 +238,7 @@ def test_one_thread_interprets_while_another_does_not() -> None:
     holder.start()
     inside.wait(60)
     q = jax.ShapeDtypeStruct((1, 2, 256, 64), jax.numpy.bfloat16)
-    function = kernels.packed(Call("flash", 0.625, Blocks(128, 128)), False, False, False)
+    function = kernels.packed(PallasCall("flash", 0.625, Blocks(128, 128)), False, False, False)
     with kernels._interpreted(True):
         pass
     text = jax.export.export(jax.jit(function), platforms=["tpu"])(q, q, q).mlir_module()
@@ -249,16 +249,16 @@ def test_one_thread_interprets_while_another_does_not() -> None:
 
 def test_functions_are_made_once() -> None:
     """What caches by a function's identity would else keep one for every call."""
-    first = kernels.packed(Call("flash", 0.5, Blocks(128, 128)), False, True, False)
-    assert kernels.packed(Call("flash", 0.5, Blocks(128, 128)), False, True, False) is first
-    assert kernels.packed(Call("flash", 0.25, Blocks(128, 128)), False, True, False) is not first
+    first = kernels.packed(PallasCall("flash", 0.5, Blocks(128, 128)), False, True, False)
+    assert kernels.packed(PallasCall("flash", 0.5, Blocks(128, 128)), False, True, False) is first
+    assert kernels.packed(PallasCall("flash", 0.25, Blocks(128, 128)), False, True, False) is not first
 
 
 def test_the_library_is_as_it_was_after_a_trace() -> None:
     from jax.experimental import pallas
     from jax.experimental.pallas.ops.tpu import flash_attention as library
 
-    call = Call("flash", 0.5, Blocks(8, 8), interpret=True)
+    call = PallasCall("flash", 0.5, Blocks(8, 8), interpret=True)
     q = jax.numpy.ones((1, 1, 8, 8))
     with pytest.raises(ValueError, match="windows are splash"):
         kernels.forward(dataclasses.replace(call, lower=-3))(q, q, q)
@@ -270,7 +270,7 @@ def test_a_kernel_for_the_tpu_is_lowered_without_one() -> None:
     q = jax.ShapeDtypeStruct((1, 2, 256, 64), jax.numpy.bfloat16)
     for kind in ("flash", "splash"):
         for back in (False, True):
-            call = Call(kind, 0.5, Blocks(128, 128, 128, 128), upper=0)
+            call = PallasCall(kind, 0.5, Blocks(128, 128, 128, 128), upper=0)
             function = kernels.packed(call, back, False, False)
             text = jax.export.export(jax.jit(function), platforms=["tpu"])(*[q] * (3 + back)).mlir_module()
             assert text.count("tpu_custom_call") == (3 if back else 1)

@@ -13,7 +13,7 @@ jax = pytest.importorskip("jax")
 from interpreted_pallas import interpreted  # noqa: E402
 
 from attn_pass.devices.tpu import kernels, operators  # noqa: E402
-from attn_pass.devices.tpu.kernels import LOWEST, NEVER, Blocks, Call  # noqa: E402
+from attn_pass.devices.tpu.kernels import LOWEST, NEVER, Blocks, PallasCall  # noqa: E402
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16
@@ -122,7 +122,7 @@ def test_the_operator_elsewhere_is_the_kernel_for_every_low_number(dtype: torch.
     fills = (0.0, -1e5, -1e9, -2e9, -1e30, MIN, NEG_INF)
     row = torch.tensor([[fills[(i + j * (j % 7 > i)) % 7] for j in range(128)] for i in range(7)])
     bias = torch.cat([row, torch.tensor(fills)[:, None].expand(7, 128)])[None, None]
-    call = Call("flash", 0.3, Blocks(128, 128, 128, 128) if back else Blocks(14, 128))
+    call = PallasCall("flash", 0.3, Blocks(128, 128, 128, 128) if back else Blocks(14, 128))
     tensors = qkv(1, 2, 14, 128, 16, dtype=dtype)
     tensors = (randn(1, 2, 14, 16, dtype=dtype, seed=7), *tensors) if back else tensors
     with interpreted():
@@ -138,7 +138,7 @@ def test_products_of_masking_numbers_are_exact(scale: float) -> None:
     query = jax.numpy.zeros((1, 1, 1, 8), jax.numpy.bfloat16)
     bias = jax.numpy.asarray([NEG_INF, MIN, -1e38, -1e30, -2e9, -1e9])
     reported = torch.from_numpy(
-        jax.device_get(kernels._added(Call("flash", scale, Blocks(8, 8)), query, bias))
+        jax.device_get(kernels._added(PallasCall("flash", scale, Blocks(8, 8)), query, bias))
     ).double()
     factor = float(torch.tensor(scale))
     products = reported * factor

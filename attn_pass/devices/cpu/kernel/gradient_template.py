@@ -15,8 +15,8 @@ from torch._inductor.virtualized import V
 from attn_pass.devices.cpu.kernel.gradients import BACKWARD_OPERATOR, NAMES
 from attn_pass.devices.cpu.kernel.source import BACKWARD
 from attn_pass.devices.cpu.kernel.template import (
-    Call,
     Filled,
+    TemplateCall,
     emitted,
     floats_of,
     heads_last,
@@ -31,7 +31,7 @@ _OPERANDS = {"query": ("q", "dq"), "key": ("k", "dk"), "value": ("v", "dv")}
 _READ = ("grad", "result", "rest", "lse_grad")
 
 
-class _Backward(Call):
+class _Backward(TemplateCall):
     """One call of the backward; the first gradient is the template's result, the others are written beside it."""
 
     name = "attn_pass_attention_backward"

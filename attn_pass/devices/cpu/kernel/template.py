@@ -60,7 +60,7 @@ extern "C" {{export_declaration}}
 """
 
 
-class Call(CppTemplate):
+class TemplateCall(CppTemplate):
     """One call: the operands that are there, by the names they have in ``Args``; those of ``written`` are results."""
 
     name = "attn_pass_attention"
@@ -132,7 +132,7 @@ class Call(CppTemplate):
 class Filled:
     """The statements that fill ``args`` in; rendered after the signature, which says what sizes are called."""
 
-    def __init__(self, template: Call, kernel: Any, out: Any) -> None:
+    def __init__(self, template: TemplateCall, kernel: Any, out: Any) -> None:
         self.template, self.kernel, self.out = template, kernel, out
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ class _Buffer(ir.CppTemplateBuffer):
         return [self, *self._written]
 
 
-def emitted(template: Call) -> Any:
+def emitted(template: TemplateCall) -> Any:
     """The template's buffer, into which nothing is fused, since it has no epilogue."""
     with guessed_sizes(V.graph.sizevars):
         caller = template.generate()  # type: ignore[no-untyped-call]
@@ -319,12 +319,12 @@ def heads_last(x: Any, dim: Any) -> ir.FixedLayout:
     return ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
 
 
-def _template(q: Any, k: Any, v: Any, scale: float, optional: dict[str, Any], written: dict[str, Any]) -> Call:
+def _template(q: Any, k: Any, v: Any, scale: float, optional: dict[str, Any], written: dict[str, Any]) -> TemplateCall:
     operands = operands_of(q, k, v, optional)
     numbers = numbers_of(operands, optional)
     q, v = operands["q"], operands["v"]
     operands |= {name: laid_out(x) for name, x in written.items()}
-    return Call(
+    return TemplateCall(
         operands,
         heads_last(q, v.get_size()[3]),
         floats_of(scale, optional),

@@ -18,7 +18,7 @@ from attn_pass.targets.kernel_rules import (
     KNOWN,
     NEVER,
     SIZES,
-    Call,
+    KernelCall,
     KernelRules,
     Rule,
     capability_rule,
@@ -33,12 +33,12 @@ _TILE = 128  # keys of a thread block on Hopper
 _FIXED_DECODING = 92401  # a release between those that decode wrongly
 
 
-def _dims(call: Call) -> tuple[int, int]:
+def _dims(call: KernelCall) -> tuple[int, int]:
     first, second = (padded(d, 8) or 1 << 30 for d in call.head_dims)
     return first, second
 
 
-def _limit_to_2_13(call: Call) -> tuple[int, int]:
+def _limit_to_2_13(call: KernelCall) -> tuple[int, int]:
     """The widest head dims of query and key, and of the values, by torch 2.11 to 2.13."""
     if call.device.capability == (9, 0) and call.device.cudnn >= 91000:
         return 256, 256
@@ -47,37 +47,37 @@ def _limit_to_2_13(call: Call) -> tuple[int, int]:
     return 128, 128
 
 
-def _fits_to_2_13(call: Call) -> bool:
+def _fits_to_2_13(call: KernelCall) -> bool:
     dims, most = _dims(call), _limit_to_2_13(call)
     return max(dims) <= 128 or (dims[0] <= most[0] and dims[1] <= most[1])
 
 
-def _has_256(call: Call) -> bool:
+def _has_256(call: KernelCall) -> bool:
     """Whether torch 2.14 takes head dims up to 256."""
     capability, version = call.device.capability, call.device.cudnn
     right_gpu = capability == (9, 0) or (capability[0] == 10 and (capability != (10, 7) or version > 92500))
     return right_gpu and version > 92200
 
 
-def _fits_from_2_14(call: Call) -> bool:
+def _fits_from_2_14(call: KernelCall) -> bool:
     dims, capability = _dims(call), call.device.capability
     if max(dims) <= 128 or (_has_256(call) and max(dims) <= 256):
         return True
     return dims == (192, 128) and (capability == (9, 0) or capability[0] == 10) and call.device.cudnn >= 91100
 
 
-def _backward_fits(call: Call) -> bool:
+def _backward_fits(call: KernelCall) -> bool:
     dims = _dims(call)
     return not call.trains or max(dims) <= 128 or dims in ((192, 128), (256, 256))
 
 
-def _ends_in_half_a_tile(call: Call) -> bool:
+def _ends_in_half_a_tile(call: KernelCall) -> bool:
     """Whether the number of keys may be 64 more than a multiple of 128."""
     rest = divide(call.attention.kv_len, _TILE)[1]
     return not isinstance(rest, int) or rest == _TILE // 2
 
 
-def _decodes_wrongly(call: Call) -> bool:
+def _decodes_wrongly(call: KernelCall) -> bool:
     return call.attention.q_len == 1 and call.device.cudnn <= 92500 and call.device.cudnn != _FIXED_DECODING
 
 

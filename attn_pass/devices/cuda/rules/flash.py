@@ -11,7 +11,7 @@ from attn_pass.targets.kernel_rules import (
     NEVER,
     PADDABLE,
     SIZES,
-    Call,
+    KernelCall,
     KernelRules,
     Rule,
     capability_rule,
@@ -27,7 +27,7 @@ from attn_pass.targets.kernel_rules import (
 _MAJORS = {"FA3": (9,), "FA4": (9, 10)}  # torch/nn/attention/_fa3.py and _fa4.py
 
 
-def _fits_backward(call: Call) -> bool:
+def _fits_backward(call: KernelCall) -> bool:
     capability = call.device.capability
     little_shared_memory = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     return not (call.attention.needs_grad and little_shared_memory) or fits_little_shared_memory(call)
@@ -37,7 +37,7 @@ _INDEX = 1 << 31  # what an index of 32 bits reaches
 _ROWS = 128  # to which the backward rounds the queries up
 
 
-def _backward_indices_fit(call: Call) -> bool:
+def _backward_indices_fit(call: KernelCall) -> bool:
     a = call.attention
     sizes = (a.batch_size, a.query_heads, a.q_len)
     if not call.trains or not all(isinstance(n, int) for n in sizes):
@@ -49,11 +49,11 @@ def _backward_indices_fit(call: Call) -> bool:
 CUTE = "flash_attn/cute/interface.py of flash-attention"
 
 
-def _is_of_blackwell(call: Call) -> bool:
+def _is_of_blackwell(call: KernelCall) -> bool:
     return (width(call) or 0) <= 128 or call.head_dims in ((192, 128), (256, 256))
 
 
-def _has_deterministic_backward(call: Call) -> bool:
+def _has_deterministic_backward(call: KernelCall) -> bool:
     if call.device.flash == "FA4":
         return call.device.capability[0] == 10
     return call.device.flash != "FA3" or (width(call) or 0) <= 192
