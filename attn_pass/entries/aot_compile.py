@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor
-from attn_pass.entries.environment import environment_told, import_compiler
+from attn_pass.entries.environment import environment_reported, import_compiler
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import as_compiled, before_inductor, folds_constants, inductor_patches, patches_for
 from attn_pass.entries.mistakes import refuse_inputs
@@ -85,7 +85,7 @@ def aot_compile(
     with progress() as tell:
         tell("exporting the model")
         original = exported(model, args, kwargs, dynamic_shapes)
-        with environment_told():
+        with environment_reported():
             return _compiled(original, path, patches, own_options, tell)
 
 

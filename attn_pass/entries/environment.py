@@ -59,7 +59,7 @@ def raise_if_environment(error: BaseException) -> None:
 
 
 @contextmanager
-def environment_told() -> Iterator[None]:
+def environment_reported() -> Iterator[None]:
     """Around what compiles: a fault of the environment is raised as `EnvironmentFault`, any other error as it is."""
     try:
         yield
@@ -76,7 +76,7 @@ def import_compiler() -> None:
     Raises:
         EnvironmentFault: the folder cannot be written.
     """
-    with environment_told():
+    with environment_reported():
         import_module("torch._dynamo")
 
 

@@ -20,7 +20,7 @@ from attn_pass.compat import require_inductor
 from attn_pass.devices.registry import device_for, facts
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
-from attn_pass.entries.environment import environment_fault, environment_told, import_compiler, raise_if_environment
+from attn_pass.entries.environment import environment_fault, environment_reported, import_compiler, raise_if_environment
 from attn_pass.entries.mistakes import check_keywords, check_seconds, check_training
 from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import own_version
@@ -85,7 +85,7 @@ def benchmark(
     options = dict(attn_pass_options or {})
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")
     with ExitStack() as around:
-        around.enter_context(environment_told())
+        around.enter_context(environment_reported())
         around.enter_context(own_compile_off(subject.model))
         tell = around.enter_context(progress(silent=not attn_pass_progress))
         if not subject.trains:

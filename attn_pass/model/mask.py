@@ -114,7 +114,7 @@ class Mask:
             computed=None if computed is None else Computed(both(computed.bias), both(computed.condition)),
         )
 
-    def said_again(self) -> Iterator[Expr]:
+    def restated(self) -> Iterator[Expr]:
         """The expressions that say the mask once more: over distances, and element by element."""
         for again in (self.by_distance, self.computed):
             if again is not None:

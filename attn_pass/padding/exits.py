@@ -172,13 +172,13 @@ def _product(call: Call, node: Node, layout: Layout, around: Surroundings) -> Ex
     other = right if left is node else left
     if left is right or not isinstance(other, Node) or around.strict:
         return None
-    return _says(other, node, layout, around, FINITE, "nonzero")
+    return _hidden_by(other, node, layout, around, FINITE, "nonzero")
 
 
 def _filled(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     if call["input"] is not node or call["value"] is node or call["mask"] is node:
         return None
-    return _says(call["mask"], node, layout, around, "a mask replaces rows of padding", "zero")
+    return _hidden_by(call["mask"], node, layout, around, "a mask replaces rows of padding", "zero")
 
 
 def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
@@ -186,10 +186,10 @@ def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exi
     if condition is node or (yes is node) == (no is node):
         return None
     kind: Kind = "nonzero" if yes is node else "zero"
-    return _says(condition, node, layout, around, "a mask replaces rows of padding", kind)
+    return _hidden_by(condition, node, layout, around, "a mask replaces rows of padding", kind)
 
 
-def _says(value: Any, node: Node, layout: Layout, around: Surroundings, reason: str, kind: Kind) -> Exit | None:
+def _hidden_by(value: Any, node: Node, layout: Layout, around: Surroundings, reason: str, kind: Kind) -> Exit | None:
     """The exit that a mask over rows makes: a tensor of truth values or integers, perhaps as floats, and broadcast."""
     if not isinstance(value, Node) or layout.merged:
         return None

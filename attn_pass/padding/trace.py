@@ -235,13 +235,13 @@ def _exit(trace: Trace, known: dict[Node, dict[Node, Exit]], node: Node, user: N
     by_user = known.setdefault(node, {})
     if user not in by_user:
         leaving = exit_of(user, node, trace.layouts[node], trace.around) if tensor_value(node) is not None else None
-        if leaving is None or not _can_be_told(trace, leaving):
+        if leaving is None or not _is_decidable(trace, leaving):
             return None
         by_user[user] = leaving
     return by_user[user]
 
 
-def _can_be_told(trace: Trace, leaving: Exit) -> bool:
+def _is_decidable(trace: Trace, leaving: Exit) -> bool:
     """Whether the rows that an exit reads follow from nothing that the region computes."""
     if leaving.tensor is None:
         return True

@@ -148,7 +148,7 @@ def choose(
     cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
     is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken. The
     targets in ``without`` are refused for the reason that is given with them. ``stock``, where it is known, is what
-    gains are told against; it is not chosen by.
+    gains are relative to; it is not chosen by.
     """
     if refusal := _guard_refusal(attention, setting):
         return Choice(reason=refusal)
@@ -212,7 +212,7 @@ class _Timed:
         return self.losses[LEAVE] / max(self.rank(offer)[0], 1e-9)
 
     def held(self, margin: margins.Margin) -> str:
-        """The margin in words, where it is one over what gains are told against: not where stock's patterns match."""
+        """The margin in words, where it is one over what gains are relative to: not where stock's patterns match."""
         return "" if self.stock is not None and self.stock.by_pattern else margin.held
 
     def in_words(self, offer: Offer) -> str:

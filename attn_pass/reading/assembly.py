@@ -90,7 +90,7 @@ def assemble(
 ) -> Described:
     """The description. Raises `Unreadable` where its numbers would not be the program's."""
     used_loads = [*operands.values(), *(load for e in _viewed(arrangement, read) for load in loads(e))]
-    used_loads += [load for e in (*read.mask.said_again(), read.function) for load in loads(e)]
+    used_loads += [load for e in (*read.mask.restated(), read.function) for load in loads(e)]
     sources = _Sources.of(arrangement, [*used_loads, *loads(arrangement.score)])
     attention = _attention(arrangement, roles, read, operands, sources)
     names = dict.fromkeys(used.known)

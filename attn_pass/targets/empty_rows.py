@@ -26,7 +26,7 @@ _NO_FILL = 1e3  # numbers that are smaller mask in no type, not even multiplied 
 ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
 
 
-def cannot_be_told_apart(a: Attention) -> str | None:
+def why_indistinguishable(a: Attention) -> str | None:
     """Why the gradient of such rows would not be known, or None.
 
     A fill that replaces a score cuts its gradient off, one that is added does not; where both may empty a row,

@@ -110,8 +110,8 @@ def _by_values(a: Attention, bounds: Bounds, condition: Expr) -> Bounds:
         used = {axis for _, term in limit.terms for axis in expression_axes(term)}
         if limit.with_row:
             return (used <= set(a.batch) and _shifted(bounds, limit)) or rest
-        says_all = bounded.exact and expression_axes(limit.value) <= set(a.batch)
-        bounds = replace(bounds, rest=bounds.rest if says_all else rest.rest)
+        is_complete = bounded.exact and expression_axes(limit.value) <= set(a.batch)
+        bounds = replace(bounds, rest=bounds.rest if is_complete else rest.rest)
         if limit.is_upper:
             bounds = replace(bounds, ends=(*bounds.ends, limit.value))
         else:

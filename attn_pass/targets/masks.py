@@ -15,7 +15,7 @@ from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, w
 from attn_pass.model.mask import ABSORBING
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, NONEMPTY_ROWS, STRICT_KEYS, Setting
 from attn_pass.targets.constraints import STRICT_ROWS, Constraint, HasAttention
-from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
+from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, replaces_scores, why_indistinguishable
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -97,7 +97,7 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
     if setting.numerics == "strict" and hides_keys(a, setting) and mask_kind(a, setting) != "causal":
         return STRICT_KEYS
     if repairs_empty_rows(a, setting) and _needs_exact_rows(a, setting):
-        if (reason := cannot_be_told_apart(a)) is not None:
+        if (reason := why_indistinguishable(a)) is not None:
             return reason
     if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
         return "autocast to float16 would change an additive mask"

@@ -78,12 +78,12 @@ def interleaved(runs: Mapping[str, Run], seconds: float) -> dict[str, list[float
     for number in range(_ROUNDS[1]):
         for name in order_of(number, timers):
             samples[name].append(timers[name].timeit(calls[name]).mean * 1e6)
-        if number + 1 >= _ROUNDS[0] and (time.monotonic() > end or _told_apart(samples)):
+        if number + 1 >= _ROUNDS[0] and (time.monotonic() > end or _are_distinct(samples)):
             break
     return samples
 
 
-def _told_apart(samples: Mapping[str, Sequence[float]]) -> bool:
+def _are_distinct(samples: Mapping[str, Sequence[float]]) -> bool:
     """Whether the fastest is clearly faster than all others, or too near to them for it to matter."""
     spans = sorted((statistics.quantiles(s, n=4) for s in samples.values()), key=lambda q: q[1])
     best = spans[0]

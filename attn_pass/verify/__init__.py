@@ -227,7 +227,7 @@ class _Trial:
             self._raise_mismatch(f"{FAILS} ({error})")
         if wrong := compare.wrong_result(outcome, original, described):
             self._raise_mismatch(wrong)
-        return compare.difference(outcome, original) if compare.says_something(original) else None
+        return compare.difference(outcome, original) if compare.is_conclusive(original) else None
 
     def _run(self, program: Callable[..., Any]) -> Outcome:
         try:

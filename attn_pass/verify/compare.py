@@ -40,7 +40,7 @@ def wrong_result(outcome: Outcome, as_written: Outcome, truth: Outcome) -> str:
     return _apart(outcome, truth, as_written, own, _UNITS[outcome.result.dtype])
 
 
-def says_something(as_written: Outcome) -> bool:
+def is_conclusive(as_written: Outcome) -> bool:
     """Whether a program gave a number that another can be held to, or had none to give."""
     return not as_written.result.numel() or bool(torch.isfinite(as_written.result).any())
 

@@ -203,7 +203,7 @@ class Meaning:
             assert is_over_own_axes(variant), f"the mask of variant {names} is over axes of another form"
             close(self.of(variant), self.computed, f"variant {names}")
             close(self.of(from_parts(variant)), self.computed, f"the parts of variant {names}")
-            close(self.of(from_parts(said_again(variant))), self.computed, f"the mask said again in variant {names}")
+            close(self.of(from_parts(restated(variant))), self.computed, f"the mask said again in variant {names}")
             assert self.keeps_within_range(variant), f"a key that is kept lies outside of the range of variant {names}"
 
     def keeps_within_range(self, a: Attention) -> bool:
@@ -255,7 +255,7 @@ def is_over_own_axes(a: Attention) -> bool:
     return said <= own
 
 
-def said_again(a: Attention) -> Attention:
+def restated(a: Attention) -> Attention:
     """The attention whose mask is what is computed element by element in the place of the program's tensors."""
     keep, condition = a.mask.keep, a.mask.deep_condition
     again = None if keep is None or condition is None else replace(keep, condition=condition)

@@ -51,10 +51,10 @@ def detected() -> str:
     if source.has_tiles():
         return "amx"
     name = source.of_this_machine(False)[0].name
-    return "avx512_fp16" if name == "avx512" and source.processor_says("avx512_fp16") else name
+    return "avx512_fp16" if name == "avx512" and source.processor_has("avx512_fp16") else name
 
 
 @cache
 def is_amd() -> bool:
     """Whether AMD made the processor, by what Linux says."""
-    return source.processor_says("AuthenticAMD")
+    return source.processor_has("AuthenticAMD")

@@ -280,7 +280,7 @@ def _plan(a: Attention, setting: Setting) -> DecodePlan | Refusal:
         valid = range_of(a, setting, KERNEL.name)
         if isinstance(valid, Refusal):
             return valid
-        kind = "none" if valid.says_all else mask_kind(a, setting)
+        kind = "none" if valid.is_complete else mask_kind(a, setting)
         return DecodePlan(valid.causal, valid.window, "additive" if kind == "causal" else kind, valid)
     band = band_of(a)
     if band is not None and band.upper == a.kv_len - a.q_len:

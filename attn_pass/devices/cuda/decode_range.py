@@ -29,7 +29,7 @@ class DecodeRange:
 
     starts: tuple[Expr, ...]
     ends: tuple[Expr, ...]
-    says_all: bool
+    is_complete: bool
     causal: bool = False
     window: int = -1
     mean: bool = False
@@ -56,7 +56,7 @@ def range_of(a: Attention, setting: Setting, target: str) -> DecodeRange | Refus
         return Refusal(
             target, "a fully masked row is the mean of all values, of which a range beside a mask reads a part"
         )
-    return DecodeRange(a.valid.first, a.valid.last, says_all=False)
+    return DecodeRange(a.valid.first, a.valid.last, is_complete=False)
 
 
 def _as_whole_mask(a: Attention, bounds: Bounds) -> tuple[tuple[Expr, ...], tuple[Expr, ...], bool, int] | None:

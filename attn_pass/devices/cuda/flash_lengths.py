@@ -62,7 +62,7 @@ def plan_of(a: Attention, dims: Dims, setting: Setting) -> OfCache | Refusal:
         return valid
     reason = None
     heads_first = [_are_heads_first(a, *of) for of in _operands(a)]
-    if not valid.says_all:
+    if not valid.is_complete:
         reason = "the flash kernel is told a range of keys, with or without a causal mask, and this one masks more"
     elif valid.mean:
         reason = "a fully masked row is the mean of all values, and zero in the flash kernel"

@@ -22,7 +22,7 @@ from attn_pass.model.expression import apply
 from attn_pass.model.index import is_nonnegative
 from attn_pass.model.structure import Band, row_index
 from attn_pass.targets.base import Setting
-from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
+from attn_pass.targets.empty_rows import EmptyRows, why_indistinguishable
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import is_dense
 
@@ -79,7 +79,7 @@ def _cannot_be_replaced(a: Attention, fills: set[float]) -> str | None:
         return "a row may be fully masked by several numbers, and what it then is depends on them"
     if a.dropout:
         return "a row may be fully masked, and dropout would draw there as well"
-    return cannot_be_told_apart(a) if a.needs_grad else None
+    return why_indistinguishable(a) if a.needs_grad else None
 
 
 def _fills(a: Attention) -> set[float]:

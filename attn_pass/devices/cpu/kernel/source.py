@@ -79,7 +79,7 @@ def of_this_machine(tiles: bool = True) -> tuple[InstructionSet, ...]:
     if tiles and has_tiles():
         return (_TILES,)
     if _is_avx512_supported():
-        name = "avx512_bf16" if _is_avx512_bf16_supported() and processor_says("AuthenticAMD") else "avx512"
+        name = "avx512_bf16" if _is_avx512_bf16_supported() and processor_has("AuthenticAMD") else "avx512"
     else:
         name = "avx2" if _is_avx2_supported() else "plain"
     return tuple(s for s in ALL if s.name == name)
@@ -93,10 +93,10 @@ def has_tiles() -> bool:
     """
     from torch.cpu import _init_amx, _is_avx512_bf16_supported
 
-    return processor_says("amx_bf16") and _is_avx512_bf16_supported() and bool(_init_amx())
+    return processor_has("amx_bf16") and _is_avx512_bf16_supported() and bool(_init_amx())
 
 
-def processor_says(word: str) -> bool:
+def processor_has(word: str) -> bool:
     """Whether Linux lists this of the processor, its maker or a feature; False on other systems."""
     try:
         return word in _PROCESSOR.read_text().split()
