@@ -49,8 +49,8 @@ RUNS = (
     ),
     Run(
         "models-cpu-autocast",
-        "nine whole models under autocast, frozen or not, and as packages; by an earlier bench, in which GPT-2's errors "
-        "cannot be judged: eager's own is 57 %",
+        "nine whole models under autocast, frozen or not, and as packages; by an earlier bench, in which GPT-2's "
+        "errors cannot be judged: eager's own is 57 %",
     ),
     Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
     Run("decode-cpu", "steps of decoding over a static cache", "Steps"),
