@@ -45,7 +45,7 @@ RUNS = (
     Run(
         "models-cpu-bf16",
         "fifteen whole models in bfloat16, frozen or not, before linear layers went to oneDNN; by an earlier bench, in "
-        "which errors of GPT-2 and of Llama's prompt cannot be judged: eager's own are 39 to 59 %",
+        "which errors of GPT-2 and of Llama's prompt cannot be judged: eager's own are 48 to 54 %",
     ),
     Run(
         "models-cpu-autocast",

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.values import LAID_OUT, tensor_value, value_key
-from attn_pass.projections.layout import Joined, joined_of
+from attn_pass.projections.layout import Joined
 
 
 class LaidOut:
@@ -44,7 +44,7 @@ class LaidOut:
         gm.graph.erase_node(node)
         self.inputs[places[first]] = fake
         of_parts = tuple(places[part] for part in parts)
-        self._joined.append((of_parts, joined_of([self._given[place] for place in of_parts])))
+        self._joined.append((of_parts, Joined([self._given[place].shape for place in of_parts])))
 
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """What Dynamo calls with the inputs of its graph."""

@@ -89,10 +89,10 @@ def decide(
     asked_before = 0.0 if ask_stock is None else ask_stock.seconds
     original = Snapshot(gm)
     emissions: list[Emission] = []
-    values: Mapping[str, Any] = {}
+    values, meta = dict[str, Any](), gm.meta  # which several graphs may have
     try:
-        values = {} if known is None else known()
-        gm.meta |= values
+        values.update({} if known is None else known())
+        meta.update(values)
         measures = options.tune or options.verify != "off"
         shown = progress() if measures else nullcontext()
         with without_saved_tensors_hooks(), collect.root_graph(gm, report, program) as collected, shown:
@@ -120,6 +120,7 @@ def decide(
         leave_all(report, f"attn_pass failed on this graph ({cause_of(error)})")
     finally:
         for name in values:
+            meta.pop(name, None)
             gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     report.graph_breaks = break_after(gm)

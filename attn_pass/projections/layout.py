@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import pairwise
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -72,12 +71,13 @@ def _holders(storage: torch.UntypedStorage) -> int:
 
 def lie_together(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether each parameter begins where the one before it ends, in the same memory."""
-    storage, address = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    address = parameters[0].data_ptr()
     for each in parameters:
-        if each.data_ptr() != address or each.untyped_storage().data_ptr() != storage or not each.is_contiguous():
+        if each.data_ptr() != address or not each.is_contiguous():
             return False
         address += each.nbytes
-    return True
+    first, last = parameters[0].untyped_storage(), parameters[-1].untyped_storage()
+    return first.data_ptr() == last.data_ptr()
 
 
 class Joined:
@@ -110,11 +110,11 @@ class Joined:
                 f"joined parameters have the sizes {have}, and the program was compiled for {had}: call"
                 " torch._dynamo.reset() after such a change, which torch 2.13 and newer find by themselves"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            return self._over(parameters[0]) if lie_together(parameters) else self._laid_out(parameters)
+        return self._over(parameters[0]) if lie_together(parameters) else self._laid_out(parameters)
 
     def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        with _LOCK:
+        no_autocast = torch.autocast(parameters[0].device.type, enabled=False)
+        with _LOCK, torch.inference_mode(False), torch.no_grad(), no_autocast:
             if not lie_together(parameters):  # another thread may have been here
                 memory = torch.cat([each.detach() for each in parameters], 0)
                 if refusal(parameters):
@@ -128,19 +128,6 @@ class Joined:
         joined = torch.empty(0, dtype=first.dtype, device=first.device)
         shape = (sum(self.rows), *first.shape[1:])
         return joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-
-
-_JOINED: WeakValueDictionary[tuple[object, ...], Joined] = WeakValueDictionary()
-
-
-def joined_of(parameters: Sequence[torch.Tensor]) -> Joined:
-    """The one `Joined` of these parameters, which all programs that are compiled for them share.
-
-    A parameter may have been given other sizes since, or its number may be that of one that is gone.
-    """
-    with _LOCK:
-        key = tuple((id(each), each.shape, each.dtype) for each in parameters)
-        return _JOINED.setdefault(key, Joined([each.shape for each in parameters]))
 
 
 class _WithGradient(torch.autograd.Function):

@@ -139,7 +139,7 @@ RANDOM_NUMBERS = Common(
     lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
 )
 AFFINE = unless("scores", lambda c: c.attention.not_affine)
-NO_AOTI = Common(
+PYTHON = Common(
     "program",
     "the operator is written in Python, and a compiled package runs without Python",
     lambda c: c.setting.program != "aoti",

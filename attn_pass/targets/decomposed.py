@@ -7,7 +7,7 @@ does.
     ->
     aten._safe_softmax(q * scale @ k.mT + mask, -1) @ v
 
-Exact because: this is how torch documents its call.
+Exact because: this is how torch documents its call, with its zeros for a fully masked row.
 
 Offers on the CPU, in inference, in float32 and float64, as a replacement for a call only.
 """

@@ -162,7 +162,10 @@ def _masking(keep: Tensor) -> Tensor:
 def _mask(call: Call, bias: Tensor | None = None, *, equal_lengths: bool = True) -> Tensor | None:
     """What is added to the scores: the causal mask, from the first key on, and the bias."""
     rows, keys = call.query.size(2), call.key.size(2)
-    _ask(not call.is_causal or rows == keys or not equal_lengths, "causal with unequal lengths")
+    _ask(
+        not call.is_causal or rows == keys or not equal_lengths,
+        "the mask is causal, and there are not as many keys as queries",
+    )
     mask = _masking(torch.ones(rows, keys, dtype=torch.bool).tril()) if call.is_causal else None
     if bias is None or not bias.numel():
         return mask

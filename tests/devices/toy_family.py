@@ -5,23 +5,14 @@ import torch
 from attn_pass.devices.base import Family
 from attn_pass.devices.catalog import Sheet, device_of
 from attn_pass.targets.base import Offer, Refusal
-from attn_pass.targets.constraints import (
-    ANY_BACKEND,
-    AUTOCAST,
-    NO_AOTI,
-    NOT_EMPTY,
-    Attended,
-    Constraint,
-    refusal,
-    takes,
-)
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, NOT_EMPTY, PYTHON, Attended, Constraint, refusal, takes
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, problem_of
 
 TOY_1 = Sheet("privateuseone", "Toy 1", 4, 20e3, 5e3, exp_gops=500, memory_gbytes=200, cache_bytes=8 << 20)
 CONSTRAINTS = (
     Constraint("device", "only Toy 1 has such a kernel", lambda c: ToyAttention.name in c.setting.device.kernels),
-    *(ANY_BACKEND, AUTOCAST, NO_AOTI, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16)),
+    *(ANY_BACKEND, AUTOCAST, NOT_EMPTY, PYTHON, takes("toy::attention", torch.float32, torch.float16)),
     Constraint("mask", "it has no mask but a causal one", lambda c: c.attention.is_causal or c.attention.mask.is_none),
     Constraint("extras", "it has no dropout and no sink", lambda c: not c.attention.dropout and not c.attention.sink),
     Constraint("gradient", "it has no backward", lambda c: not (c.attention.needs_grad or c.setting.may_need_grad)),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.errors import RewriteError
-from attn_pass.projections.layout import Joined, joined_of, lie_together, refusal
+from attn_pass.projections.layout import Joined, lie_together, refusal
 from attn_pass.report.projection import ProjectionReport
 
 
@@ -203,7 +203,7 @@ def test_memory_that_others_have_now() -> None:
 def test_parameters_can_be_swapped() -> None:
     """`torch.utils.swap_tensors` refuses what someone has a weak reference to."""
     parameters = [nn.Parameter(torch.randn(E, E)) for _ in range(2)]
-    joined = joined_of(parameters)
+    joined = Joined([each.shape for each in parameters])
     with torch.no_grad():
         joined(parameters)
         torch.utils.swap_tensors(parameters[0], nn.Parameter(torch.randn(E, E)))
@@ -234,11 +234,26 @@ def test_memory_of_a_compiled_model_that_is_gone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_parameter_that_is_transposed_where_it_lies() -> None:
     parameters = [nn.Parameter(torch.randn(16, 16)) for _ in range(2)]
-    joined = joined_of(parameters)
+    joined = Joined([each.shape for each in parameters])
     with torch.no_grad():
         joined(parameters)
         parameters[0].data = parameters[0].data.t()
         torch.testing.assert_close(joined(parameters), torch.cat(parameters))
+
+
+def test_autocast_around_the_program_is_not_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under which torch.cat refuses the other type of half precision."""
+
+    class Inside(Projected):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x)
+
+    model, x = Inside().half().eval(), torch.randn(B, L, E, dtype=torch.half)
+    run = compiled(model, monkeypatch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(run(x), model(x), rtol=1e-2, atol=1e-2)
+    assert lie_together([layer.weight for layer in (model.q, model.k, model.v)])
 
 
 class Narrow(Projected):
@@ -272,7 +287,7 @@ def test_parameters_that_have_other_sizes_since(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sizes_that_were_not_compiled_for_are_an_error() -> None:
-    run = joined_of([torch.zeros(4, 2), torch.zeros(6, 2)])
+    run = Joined([torch.Size((4, 2)), torch.Size((6, 2))])
     assert run([torch.ones(4, 2), torch.zeros(6, 2)]).sum() == 8
     with pytest.raises(RewriteError, match=r"sizes \(6, 2\), \(4, 2\), and the program was compiled for \(4, 2\)"):
         run([torch.ones(6, 2), torch.zeros(4, 2)])
@@ -280,7 +295,7 @@ def test_sizes_that_were_not_compiled_for_are_an_error() -> None:
 
 def test_a_parameter_that_is_cut_where_it_lies_is_an_error() -> None:
     first, second = nn.Parameter(torch.ones(E, E)), nn.Parameter(torch.zeros(E, E))
-    run = joined_of([first, second])
+    run = Joined([first.shape, second.shape])
     with torch.no_grad():
         run([first, second])
         assert lie_together([first, second])

@@ -17,6 +17,8 @@ from attn_pass.compat import TORCH_VERSION
 
 FLEX_ON_CPU = TORCH_VERSION >= (2, 13)  # what the target takes (attn_pass/targets/flex/rules.py)
 NEG_INF = float("-inf")
+SOME = -1
+"""Of sites that must be rewritten: at least one where ``targets`` are given, and any number where they are not."""
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False, seed: int = 0) -> torch.Tensor:
@@ -49,7 +51,7 @@ def qkv(
 def same(
     fn: Callable[..., Any],
     *inputs: Any,
-    rewritten: int | None = None,
+    rewritten: int | None = SOME,
     grad: bool = False,
     dynamic: bool | None = None,
     reference: Callable[..., Any] | bool = True,
@@ -62,7 +64,7 @@ def same(
 
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
     last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be;
-    where only ``targets`` are given, at least one: eager compared with itself would tell nothing of them.
+    with `SOME` one at least where ``targets`` are given, of which eager compared with itself would say nothing.
     ``reference`` computes in float64 what ``fn`` should; False compares with eager alone. ``aot``: AOTAutograd compiles
     the rewritten graph, whatever the test's name. ``then`` are more inputs for the same compiled program, whose results
     are compared with eager's alone.
@@ -78,9 +80,9 @@ def same(
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     with attn_pass.record() as report:
         results, got, left = _run(compiled, _copies(inputs), grad)
-    if rewritten is not None:
+    if rewritten not in (None, SOME):
         assert len(report.rewritten) == rewritten, [(s.outcome, s.reason) for s in report.sites]
-    elif options.get("targets"):
+    elif rewritten == SOME and options.get("targets"):
         assert report.rewritten, [(s.outcome, s.reason, s.refusals) for s in report.sites]
     _compare("result", results, expected, truth[0] if truth else None, twice)
     assert [t.stride() for t in results] == [t.stride() for t in expected]

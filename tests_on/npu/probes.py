@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
-from attn_pass.devices.npu.rules import Call, dispatched
+from attn_pass.devices.npu.rules import DispatchedCall, dispatched
 from attn_pass.devices.registry import device_for
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -109,7 +109,7 @@ def dispatch(step: int = 1) -> Any:
                 warnings.simplefilter("ignore")
                 F.scaled_dot_product_attention(q, k, v, attn_mask=given[mask], is_causal=causal, **gqa)
             found = next((n.partition("::")[2] for n, _ in mode.seen if n.startswith("npu::npu_")), "")
-            said = dispatched(Call(dtype, rank, heads, kv_heads, (dim, dim, value_dim), mask), family)
+            said = dispatched(DispatchedCall(dtype, rank, heads, kv_heads, (dim, dim, value_dim), mask), family)
             count += 1
             operators.add(found)
             if found != said:

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("torch_tpu")
 
 from attn_pass.devices.tpu import torch_tpu
-from attn_pass.devices.tpu.kernels import Blocks, Call
+from attn_pass.devices.tpu.kernels import Blocks, PallasCall
 
 
 @pytest.mark.parametrize("kind", ["flash", "splash"])
@@ -20,7 +20,7 @@ from attn_pass.devices.tpu.kernels import Blocks, Call
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_operator_is_made_and_traced(kind: str, back: bool, masked: bool) -> None:
     blocks = Blocks(128, 128, 128, 128) if back else Blocks(128, 128)
-    operator = torch_tpu.operator(Call(kind, 0.3, blocks, upper=0), back, kind == "flash", masked)
+    operator = torch_tpu.operator(PallasCall(kind, 0.3, blocks, upper=0), back, kind == "flash", masked)
     with FakeTensorMode():
         q = torch.empty(1, 2, 256, 64, device="meta")
         given = [q] * (4 if back else 3)
@@ -32,13 +32,13 @@ def test_an_operator_is_made_and_traced(kind: str, back: bool, masked: bool) -> 
 
 
 def test_an_operator_is_made_once() -> None:
-    call = Call("flash", 0.3, Blocks(128, 128))
+    call = PallasCall("flash", 0.3, Blocks(128, 128))
     assert torch_tpu.operator(call, False, False, False) is torch_tpu.operator(call, False, False, False)
 
 
 @pytest.mark.skipif("not torch.accelerator.is_available()", reason="not verified on hardware")
 def test_on_a_tpu_it_computes_attention() -> None:
     q = torch.randn(1, 2, 256, 64, device="tpu")
-    found = torch_tpu.run(Call("flash", 0.125, Blocks(128, 128)), False, (q, q, q), None, None)
+    found = torch_tpu.run(PallasCall("flash", 0.125, Blocks(128, 128)), False, (q, q, q), None, None)
     wanted = torch.nn.functional.scaled_dot_product_attention(*[q.cpu()] * 3)
     torch.testing.assert_close(found.cpu(), wanted, atol=1e-2, rtol=1e-2)

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("libtpu")
 
 import attn_pass
-from attn_pass.devices.tpu.kernels import Blocks, Call, packed
+from attn_pass.devices.tpu.kernels import Blocks, PallasCall, packed
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for
 from bench.suites.seeds import tpu_aot
 
@@ -25,7 +25,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.bool: "bool"}
 
 
-def compiled(generation: str, call: Call, back: bool, arrays: list[tuple[tuple[int, ...], str] | None]) -> int:
+def compiled(generation: str, call: PallasCall, back: bool, arrays: list[tuple[tuple[int, ...], str] | None]) -> int:
     """How many kernels the compiled program has; ``arrays`` are query, key, value, bias, kept."""
     *three, bias, kept = arrays
     first = [three[0], *three] if back else three
@@ -90,7 +90,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], torch.dtype, s
 }
 
 
-def emitted(name: str, device: str, grad: bool) -> tuple[Call, list[tuple[tuple[int, ...], str] | None]]:
+def emitted(name: str, device: str, grad: bool) -> tuple[PallasCall, list[tuple[tuple[int, ...], str] | None]]:
     """The operator's call in the rewritten graph, and what it is given."""
     program, (batch, heads, kv_heads, rows, keys, dim), dtype, target = PROGRAMS[name]
     found: list[torch.fx.Node] = []
@@ -110,7 +110,7 @@ def emitted(name: str, device: str, grad: bool) -> tuple[Call, list[tuple[tuple[
     given = [None if x is None else x.meta["example_value"] for x in node.args[:5]]
     kind, scale, lower, upper, blocks = node.args[5:]
     arrays = [None if t is None else (tuple(t.shape), NAMES[t.dtype]) for t in given]
-    return Call(kind, scale, Blocks(*blocks), lower, upper), arrays
+    return PallasCall(kind, scale, Blocks(*blocks), lower, upper), arrays
 
 
 @pytest.mark.parametrize("generation", list(GENERATIONS))
@@ -153,7 +153,7 @@ def test_the_tiles_of_a_shape_fit(generation: str, dim: int, dtype: str, mask: s
     blocks = blocks_for(kind, generation, asked)
     assert blocks is not None
     precision = "highest" if dtype == "float32" else "default"
-    call = Call("splash" if kind == SPLASH else "flash", 0.1, blocks, precision=precision)
+    call = PallasCall("splash" if kind == SPLASH else "flash", 0.1, blocks, precision=precision)
     arrays: list[tuple[tuple[int, ...], str] | None] = [((1, 2, n, dim), dtype) for n in (rows, keys, keys)]
     arrays.append(((1, 1, rows, keys), "float32") if mask == "bias" else None)
     arrays.append(((1, keys), "bool") if mask == "kept" else None)
@@ -166,7 +166,7 @@ def test_the_tiles_of_a_shape_fit(generation: str, dim: int, dtype: str, mask: s
 ONE = [((1, 2, 4096, 128), "bfloat16")] * 3 + [None, None]
 
 
-def refused(generation: str, call: Call, arrays: Any) -> str:
+def refused(generation: str, call: PallasCall, arrays: Any) -> str:
     with pytest.raises(Exception) as error:
         compiled(generation, call, False, arrays)
     return " ".join(str(error.value).split())
@@ -175,12 +175,12 @@ def refused(generation: str, call: Call, arrays: Any) -> str:
 @pytest.mark.parametrize("generation", list(GENERATIONS))
 def test_float16_is_refused_by_the_compiler(generation: str) -> None:
     half = [((1, 2, 4096, 128), "float16")] * 3 + [None, None]
-    refused(generation, Call("flash", 0.1, Blocks(512, 512)), half)
+    refused(generation, PallasCall("flash", 0.1, Blocks(512, 512)), half)
 
 
 @pytest.mark.parametrize("generation", list(GENERATIONS))
 def test_tiles_of_4096_by_1024_need_more_than_16_mib(generation: str) -> None:
-    call = Call("flash", 0.1, Blocks(4096, 1024))
+    call = PallasCall("flash", 0.1, Blocks(4096, 1024))
     if GENERATIONS[generation].vmem_bytes == 16 << 20:
         assert "memory" in refused(generation, call, ONE)
     else:
@@ -189,4 +189,4 @@ def test_tiles_of_4096_by_1024_need_more_than_16_mib(generation: str) -> None:
 
 def test_a_lower_bound_is_no_flag_of_flash() -> None:
     with pytest.raises(ValueError, match="splash"):
-        compiled("TPU v5e", replace(Call("flash", 0.1, Blocks(512, 512)), lower=-3), False, ONE)
+        compiled("TPU v5e", replace(PallasCall("flash", 0.1, Blocks(512, 512)), lower=-3), False, ONE)

@@ -24,7 +24,7 @@ import attn_pass  # noqa: E402
 from attn_pass.devices.registry import device_for  # noqa: E402
 from attn_pass.devices.tpu import operators  # noqa: E402
 from attn_pass.devices.tpu import torch_xla as adapter  # noqa: E402
-from attn_pass.devices.tpu.kernels import Blocks, Call  # noqa: E402
+from attn_pass.devices.tpu.kernels import Blocks, PallasCall  # noqa: E402
 
 torch_xla.device()  # before the first backward, which counts the devices there are
 
@@ -114,7 +114,7 @@ def test_a_second_call_traces_no_kernel_again() -> None:
 def test_the_operator_on_an_xla_tensor_is_the_operator_elsewhere() -> None:
     q, k, v = (torch.randn(2, 4, n, 16, generator=torch.Generator().manual_seed(n)) for n in (40, 300, 300))
     kept = torch.arange(300) < torch.tensor([[300], [123]])
-    call = Call("flash", 0.7, Blocks(40, 128))
+    call = PallasCall("flash", 0.7, Blocks(40, 128))
     wanted = operators.elsewhere(call, False, (q, k, v), None, kept)
     found = operators._run(call, False, tuple(x.to("xla") for x in (q, k, v)), None, kept.to("xla"))
     torch.testing.assert_close(found.cpu(), wanted, atol=2e-5, rtol=0)

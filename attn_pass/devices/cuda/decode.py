@@ -7,7 +7,7 @@ and all heads of a KV head share one pass over its keys and values.
 Becomes: one call of ``attn_pass::decode``, with the causal flag, the window and the range of valid keys as arguments
 and any other mask as a tensor; with a sink ``attn_pass::decode_with_lse``, and a factor for each row of its result.
 
-    F.scaled_dot_product_attention(q, k, v, key <= position[b])
+    F.scaled_dot_product_attention(q, k, v, key <= position[b], scale=scale)
     ->
     attn_pass.decode(q, k, v, None, scale, lengths=position + 1)
 

@@ -8,7 +8,7 @@ The cost model adds 20 us per call for the Python wrapper.
 
     F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     ->
-    flash_attn_3._flash_attn_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, causal=True)
+    flash_attn_3._flash_attn_forward(q, k, v, softmax_scale=scale, causal=True)[0]     # positions before heads
 
 Exact because: the transposes are views, and a flag or a window stands for a mask only if the mask was proved to be
 that one.

@@ -51,7 +51,7 @@ class OfCache(KernelPlan):
 
     @property
     def kind(self) -> str:
-        """The mask's kind, as `Call` has it: with lengths, a window aligned to the last key."""
+        """The mask's kind, as `KernelCall` has it: with lengths, a window aligned to the last key."""
         return "none"
 
 

@@ -6,7 +6,7 @@ uses the lowest.
 
     (torch.tanh(q @ k.mT * scale / cap) * cap).softmax(-1) @ v
     ->
-    flex_attention(q, k, v, score_mod, block_mask, scale, {"BACKEND": "FLASH"})[0]
+    flex_attention(q, k, v, score_mod, block_mask, 1.0, {"BACKEND": "FLASH"})[0]
 
 Exact because: the graph is that of ``flex``, which another kernel computes.
 

@@ -1,4 +1,4 @@
-"""Ascend NPUs as plain facts: the product families, which attention operators each has, and the on-chip buffer.
+"""Ascend NPUs as plain facts: the product families, and which attention operators each has.
 
 Families and operators are those of torch_npu 2.13 and op-plugin at 517f2e7: what a family's page documents, and what
 torch_npu's own dispatch sends there. Nothing here was measured.

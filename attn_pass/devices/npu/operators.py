@@ -10,7 +10,7 @@ checkpoints and where two calls may be equal, because v3 draws random numbers wi
 
     F.scaled_dot_product_attention(q, k, v, row >= key, scale=scale)
     ->
-    npu.npu_fusion_attention_v3(q, k, v, heads, "BNSD", scale=scale, atten_mask=upper_2048, sparse_mode=2)[0]
+    npu.npu_fusion_attention_v3(q, k, v, heads, "BNSD", scale=scale, inner_precise=0, sparse_mode=2, atten_mask=m)[0]
 
 Exact because: a mode stands for a mask only if the mask was proved to be the one that the mode is documented to be,
 and a mask that is passed is True exactly where the program masks. Rows that it masks fully are replaced beside the

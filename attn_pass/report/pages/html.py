@@ -168,7 +168,7 @@ def _totals(entries: list[Entry]) -> dict[str, float]:
 
 
 def _baseline(entries: list[Entry]) -> str:
-    """What the total is told against: stock where that is known of every site."""
+    """What the total is relative to: stock where that is known of every site."""
     baselines = {e.site.baseline for e in entries if e.us is not None and e.site.kind != "near miss"}
     return baselines.pop() if len(baselines) == 1 else "as written, or with stock where that is known"
 

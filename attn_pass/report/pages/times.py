@@ -15,7 +15,7 @@ def times_of(site: SiteReport) -> dict[str, float]:
 
 
 def baseline_us(site: SiteReport) -> float | None:
-    """Microseconds that gains are told against: measured as written, else predicted of stock, else as written."""
+    """Microseconds that gains are relative to: measured as written, else predicted of stock, else as written."""
     times = times_of(site)
     return times.get("leave") if site.measured_us or site.stock_us is None else site.stock_us
 

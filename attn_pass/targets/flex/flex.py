@@ -5,7 +5,7 @@ read as its arguments.
 
     (torch.tanh(q @ k.mT * scale / cap) * cap).masked_fill(row - key >= 128, -inf).softmax(-1) @ v
     ->
-    flex_attention(q, k, v, score_mod, block_mask, scale, options)[0]
+    flex_attention(q, k, v, score_mod, block_mask, 1.0, options)[0]
 
 Exact because: the score function and the mask are the expressions that were read, for each batch entry, head, row and
 key. A block is skipped only if all of it is masked, and goes without the mask only if none of it is.

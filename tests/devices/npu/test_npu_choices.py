@@ -91,7 +91,8 @@ def test_zeros_for_nan_are_told() -> None:
 @pytest.mark.parametrize("fill", [NEG_INF, -1e9])
 def test_bands_of_one_row(keys: int, fill: float) -> None:
     for left, right in ((None, -keys), (-20, 0), (0, -1), (0, 0)):
-        same(banded(left, right, fill), *qkv(2, 4, 1, keys, 16), targets=(FUSION,), poor_cases=(), **HERE)
+        given = qkv(2, 4, 1, keys, 16)
+        same(banded(left, right, fill), *given, rewritten=None, targets=(FUSION,), poor_cases=(), **HERE)
 
 
 def test_modes_are_of_the_rows_as_the_program_has_them() -> None:
