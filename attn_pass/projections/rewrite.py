@@ -176,14 +176,22 @@ def _record_of(graph: Graph, group: Group) -> ProjectionReport:
     )
     value = tensor_value(first.node)
     if not group.refusal and value is not None:
-        trained = _buffers_trained(graph, group)
-        record.predicted_us = predicted(graph.device(first.node), value.dtype, rows, features, widths, trained)
+        buffers, trained = _buffers(graph, group), any(gets_gradient(one.node) for one in group.linears)
+        record.predicted_us = predicted(
+            graph.device(first.node),
+            value.dtype,
+            rows,
+            features,
+            widths,
+            buffers=buffers,
+            trained=trained and buffers > 0,
+        )
     return record
 
 
-def _buffers_trained(graph: Graph, group: Group) -> int:
-    """How many buffers the parameters of a group would lie in that have gradients; 0 where it has no backward."""
-    if not graph.may_lay_out or not any(gets_gradient(one.node) for one in group.linears):
+def _buffers(graph: Graph, group: Group) -> int:
+    """How many buffers the parameters of a group would lie in; 0 where they are constants of the compiled code."""
+    if not graph.may_lay_out or all(one.weight.op == "get_attr" for one in group.linears):
         return 0
     return 1 + any(one.bias is not None for one in group.linears)
 

@@ -94,4 +94,4 @@ def test_what_training_takes_is_predicted(monkeypatch: pytest.MonkeyPatch) -> No
         with torch.no_grad():
             run(x)
     trained, called = (r.predicted_us for r in report.projections)
-    assert trained["join"] > trained["leave"] > called["leave"] > called["join"]
+    assert trained["join"] > trained["leave"] > called["join"] > called["leave"]

@@ -236,9 +236,18 @@ def test_a_buffer_takes_time_in_training() -> None:
     from attn_pass.projections.cost import predicted, too_little
 
     rates = device_for(torch.device("cpu"), None, None)
-    three, many = (predicted(rates, torch.bfloat16, 16, 256, (256,) * n, trained=2) for n in (3, 48))
-    assert "for the gradients of a buffer" in too_little(three)
+    three, many = (predicted(rates, torch.bfloat16, 16, 256, (256,) * n, buffers=2, trained=True) for n in (3, 48))
+    assert "for the buffers that its parameters lie in" in too_little(three)
     assert not too_little(many)
+
+
+def test_a_buffer_takes_time_at_each_call() -> None:
+    """More in float32 than three layers with biases save."""
+    from attn_pass.projections.cost import predicted, too_little
+
+    rates = device_for(torch.device("cpu"), None, None)
+    looked, constant = (predicted(rates, torch.float32, 1, 256, (256,) * 3, buffers=n) for n in (2, 0))
+    assert "for the buffers that its parameters lie in" in too_little(looked) and not too_little(constant)
 
 
 def test_gradients_are_wanted() -> None:
