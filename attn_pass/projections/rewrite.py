@@ -176,7 +176,7 @@ def _record_of(graph: Graph, group: Group) -> ProjectionReport:
     )
     value = tensor_value(first.node)
     if not group.refusal and value is not None:
-        buffers, trained = _buffers(graph, group), any(gets_gradient(one.node) for one in group.linears)
+        buffers, trained = _buffers_of(graph, group), any(gets_gradient(one.node) for one in group.linears)
         record.predicted_us = predicted(
             graph.device(first.node),
             value.dtype,
@@ -189,7 +189,7 @@ def _record_of(graph: Graph, group: Group) -> ProjectionReport:
     return record
 
 
-def _buffers(graph: Graph, group: Group) -> int:
+def _buffers_of(graph: Graph, group: Group) -> int:
     """How many buffers the parameters of a group would lie in; 0 where they are constants of the compiled code."""
     if not graph.may_lay_out or all(one.weight.op == "get_attr" for one in group.linears):
         return 0
