@@ -21,7 +21,7 @@ TYPES = {kind for family in registry.families() for kind in family.types}
 NAMED = {
     "devices/processors.py": "the processor's own row says whose it is",
     "devices/registry.py": "the list of built-in families",
-    "engine.py": "a region without a recorded device is decided for the host's",
+    "rewriting/run.py": "a region without a recorded device is decided for the host's",
     "entries/other_device.py": "a device that the options name is looked up as from the host",
     "graph/regions.py": "the devices that torch.autocast has",
     "graph/writes.py": "methods of a tensor that move it, by their names",
@@ -60,7 +60,7 @@ def asked(source: str) -> Iterator[int]:
 
 def test_no_device_is_asked_for_its_type() -> None:
     files = {str(file.relative_to(PACKAGE)): list(asked(file.read_text())) for file in outside_families()}
-    assert {"engine.py", "tuning/clock.py", "cli/doctor.py", "devices/roofline.py"} < set(files)
+    assert {"rewriting/run.py", "tuning/clock.py", "cli/doctor.py", "devices/roofline.py"} < set(files)
     asking = {name: lines for name, lines in files.items() if lines}
     assert set(asking) == set(NAMED), "ask attn_pass.devices.base.Family instead; what no longer asks leaves the list"
 
