@@ -96,7 +96,7 @@ OTHERS = (
     ("versions.md", "the core tests with other versions of torch"),
     ("verify-time.md", 'the time of `verify="graph"`, before the CPU kernel'),
     ("compile-time.md", "the pass's share of a cold compile, before the CPU kernel"),
-    ("pass-time.md", "the pass alone, over the depth of a model, before regions, projections and linear layers"),
+    ("pass-time.md", "the pass alone, over the depth of a model"),
     ("cpu-constants.md", "the rates of the cost model, measured"),
 )
 

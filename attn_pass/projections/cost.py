@@ -21,7 +21,7 @@ SHARE = 0.1
 """Of the products' time, what joining them has to gain by prediction: what large products lose is of that size."""
 _CALL_US = 3.0  # measured around a product in float32
 _HALF_CALL_US = 12.0  # and in half precision, for which oneDNN looks up its code
-_LOOK_US = 4.0  # of each buffer and call: whether the parameters lie where they lay
+_LOOK_US = 5.0  # of each buffer and call: whether the parameters lie where they lay
 _GRADIENT_US = 40.0  # of each buffer and step of training
 
 
