@@ -26,7 +26,7 @@ from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide
 from attn_pass.entries.uncompiled import own_compile_off, uncompiled
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
-from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
+from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import Options
 from attn_pass.planner.overrides import named_options
 from attn_pass.report.history import publish
@@ -69,10 +69,9 @@ def explain(
         model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None, "explain")
     if isinstance(model, ExportedProgram):
         with torch.no_grad():  # as packages are compiled
-            folds = {FOLDS_CONSTANTS: folds_constants()}
-        copied, asker = Snapshot(model.graph_module).module(), StockAsker()
-        known = functools.partial(known_values, model, options)
-        report = decide(copied, options, "aoti", "inductor", lambda: known() | folds, ask_stock=asker).report
+            known = functools.partial(known_values, model, options, folds_constants())
+        copied = Snapshot(model.graph_module).module()
+        report = decide(copied, options, "aoti", "inductor", known, ask_stock=StockAsker()).report
     else:
         report = _captured(model, args, kwargs, options, attn_pass_dynamic)
         warn_swallowed("explain", model, kwargs)
@@ -115,7 +114,8 @@ class _Reader:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            copied, known = Snapshot(gm).module(), functools.partial(_known, gm, example_inputs, self.options)
+            copied = Snapshot(gm).module()
+            known = functools.partial(known_buffers, gm, example_inputs, self.options, folds_constants())
             decision = decide(copied, self.options, "compile", "inductor", known, ask_stock=self.ask_stock)
             self._give_hints(decision.report, gm, example_inputs)
             self.report.extend(decision.report)
@@ -156,10 +156,6 @@ class _Reader:
                 gain = f", predicted {duration(then)} instead of {duration(now)}" if now and then else ""
                 fixed = f"{', '.join(other.fixed)} is" if len(other.fixed) == 1 else "buffers are"
                 site.hint = f"if {fixed} constant, assume_constant_buffers=True makes the mask {other.mask}{gain}"
-
-
-def _known(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
-    return known_buffers(gm, example_inputs, options) | {FOLDS_CONSTANTS: folds_constants()}
 
 
 def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, dynamic: bool) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -82,8 +83,8 @@ def rewrite_exported(
     gm = program.graph_module
     outputs = _output_names(gm)
     kind = "aoti" if runner == "inductor" else "export"
-    constants = {FOLDS_CONSTANTS: folds}
-    decision = decide(gm, options, kind, runner, lambda: known_values(program, options) | constants, without=without)
+    known = functools.partial(known_values, program, options, folds)
+    decision = decide(gm, options, kind, runner, known, without=without)
     if not decision.changed:
         return decision
     try:
@@ -101,11 +102,15 @@ def rewrite_exported(
     return decision
 
 
-def known_values(program: ExportedProgram, options: Options) -> dict[str, Any]:
-    """The values of an exported program's literals, constants and buffers that the engine may rely on."""
+def known_values(program: ExportedProgram, options: Options, folds: bool = False) -> dict[str, Any]:
+    """The values of an exported program's literals, constants and buffers that the engine may rely on.
+
+    ``folds`` says that what runs it makes constants of its parameters.
+    """
     ranges = program.range_constraints.items()  # which are the user's; in its graph every size is at least 2
     return {
         CONSTANTS: _written_constants(program),
+        FOLDS_CONSTANTS: folds,
         KNOWN_TENSORS: _known_tensors(program, options),
         MAY_BE_ZERO: {str(symbol) for symbol, bounds in ranges if bounds.lower < 1},
         PARAMETERS: {

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from attn_pass.compat import held_now
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, PARAMETERS
+from attn_pass.graph.values import CONSTANTS, FOLDS_CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, PARAMETERS
 from attn_pass.options import Options
 
 Known = Callable[[], Mapping[str, Any]]
@@ -21,8 +21,13 @@ LITERAL = re.compile(r"lifted_tensor_\d+")
 """torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)."""
 
 
-def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
-    """A Dynamo graph's inputs that are known: parameters, and with ``assume_constant_buffers`` buffers' values."""
+def known_buffers(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, folds: bool = False
+) -> dict[str, Any]:
+    """A Dynamo graph's inputs that are known: parameters, and with ``assume_constant_buffers`` buffers' values.
+
+    ``folds`` says that what runs it makes constants of its parameters.
+    """
     buffers: dict[str, tuple[str, torch.Tensor]] = {}
     inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
     for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
@@ -35,7 +40,7 @@ def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         for node, value in with_values
         if isinstance(value, torch.nn.Parameter) and not isinstance(value, FakeTensor)  # as DDPOptimizer compiles with
     }
-    return {KNOWN_TENSORS: buffers, PARAMETERS: parameters}
+    return {KNOWN_TENSORS: buffers, PARAMETERS: parameters, FOLDS_CONSTANTS: folds}
 
 
 def _attribute_path(node: Node) -> str:

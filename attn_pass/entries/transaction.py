@@ -33,7 +33,6 @@ from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
 from attn_pass.errors import OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
-from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import Options, Runner
 from attn_pass.report import torch_logging
 from attn_pass.report.history import publish
@@ -91,7 +90,8 @@ def decide(
     emissions: list[Emission] = []
     values, meta = dict[str, Any](), gm.meta  # which several graphs may have
     try:
-        values.update({} if known is None else known())
+        if known is not None:
+            values.update(known())
         meta.update(values)
         measures = options.tune or options.verify != "off"
         shown = progress() if measures else nullcontext()
@@ -155,8 +155,8 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    folds = {FOLDS_CONSTANTS: runner == "inductor" and folds_constants()}
-    known = functools.cache(lambda: known_buffers(gm, example_inputs, options) | folds)
+    folds = runner == "inductor" and folds_constants()
+    known = functools.cache(functools.partial(known_buffers, gm, example_inputs, options, folds))
     decision = decide(gm, options, "compile", runner, known)
     warn_other_device(decision.report, options)
     restore_tracing = tracing_state()

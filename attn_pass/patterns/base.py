@@ -15,6 +15,7 @@ from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.regions import Region
 from attn_pass.graph.stand_in import ShapeUse
 from attn_pass.model.attention import AsWritten
+from attn_pass.model.expression import Expr
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.describe import Described
 from attn_pass.reading.operands import OperandForm
@@ -23,9 +24,16 @@ from attn_pass.reading.unreadable import Unreadable
 
 # Reasons that the finders of several calls give.
 NOT_GROUPED = "the number of heads is not a multiple of the number of KV heads"
-NO_SCALE = "the scale is neither a number nor a symbolic number"
 UNKNOWN_SIZES = "the sizes of query, key and value do not provably fit each other"
 USED_LOGARITHM = "the logarithm of the sum of exponentials is used as well"
+
+
+def scale_of(reader: Reader, scale: Any, at: int, node: Node) -> Expr:
+    """The scale of a call, as it is read at a place of the graph. Raises `Unreadable` for one that is not known."""
+    factor = reader.scalar(scale, at)
+    if factor is None:
+        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+    return factor
 
 
 @dataclass(frozen=True)

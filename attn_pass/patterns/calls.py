@@ -16,7 +16,6 @@ from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import (
-    NO_SCALE,
     NOT_GROUPED,
     USED_LOGARITHM,
     Site,
@@ -24,6 +23,7 @@ from attn_pass.patterns.base import (
     failed,
     first_result,
     refused,
+    scale_of,
 )
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.operands import operand
@@ -218,10 +218,7 @@ def _score(
         if dim.size == 0:
             raise Unreadable("the head dim is 0", node)
         scale = dim.size**-0.5
-    factor = reader.scalar(scale, time)
-    if factor is None:
-        raise Unreadable(NO_SCALE, node)
-    score = apply("mul", score, factor)
+    score = apply("mul", score, scale_of(reader, scale, time, node))
     mask = call_args["attn_mask"]
     if mask is not None:
         value = tensor_value(mask)

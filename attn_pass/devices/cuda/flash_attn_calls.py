@@ -24,7 +24,6 @@ from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
 from attn_pass.patterns.base import (
-    NO_SCALE,
     NOT_GROUPED,
     UNKNOWN_SIZES,
     USED_LOGARITHM,
@@ -35,6 +34,7 @@ from attn_pass.patterns.base import (
     first_result,
     operator_name,
     refused,
+    scale_of,
 )
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
@@ -235,10 +235,7 @@ def _score(
 ) -> Expr:
     """Scale, soft cap, ALiBi, mask, in the order of the kernel (flash_fwd_kernel.h, mask.h in 2.8.3)."""
     batch, head, row, key = position
-    scale = reader.scalar(call_args["softmax_scale"], reader.order[node])
-    if scale is None:
-        raise Unreadable(NO_SCALE, node)
-    score = apply("mul", Dot(), scale)
+    score = apply("mul", Dot(), scale_of(reader, call_args["softmax_scale"], reader.order[node], node))
     cap = float(call_args["softcap"])
     if cap > 0:
         score = apply("mul", apply("tanh", apply("div", score, Const(cap))), Const(cap))

@@ -26,7 +26,6 @@ from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import (
-    NO_SCALE,
     NOT_GROUPED,
     UNKNOWN_SIZES,
     Site,
@@ -35,6 +34,7 @@ from attn_pass.patterns.base import (
     first_result,
     operator_name,
     refused,
+    scale_of,
 )
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
@@ -222,9 +222,7 @@ def _lift(reader: Reader, node: Node, result: Node, parsed: _ParsedCall, mask: _
     def forms(tensor: Node, position: Position, *, factors: bool = True) -> list[OperandForm]:
         return [f for f in operand(reader, tensor, position, time, region, factors=factors) if not f.factors]
 
-    scale = reader.scalar(parsed.scale, time)
-    if scale is None:
-        raise Unreadable(NO_SCALE, node)
+    scale = scale_of(reader, parsed.scale, time, node)
     keep = mask.keep((at["b"], at["h"], at["s"], axis_index(keys)), facts)
     return Parts(
         reader=reader,
