@@ -22,16 +22,18 @@ ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OUTER = "attn_pass_cpu"
 BACKWARD = "attend_backward"
 """The kernel of the gradients, which takes ``BackwardArgs``."""
-_FILES = ("dropout.hpp", "amx.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "few.hpp")
-_BACKWARD_FILES = (
+_COMMON_FILES = (
     "dropout.hpp",
     "amx.hpp",
+    "columns.hpp",
+    "packing.hpp",
+    "kept.hpp",
     "tiles.hpp",
     "many.hpp",
     "segments.hpp",
-    "backward_tile.hpp",
-    "backward.hpp",
 )
+_FILES = (*_COMMON_FILES, "few.hpp")
+_BACKWARD_FILES = (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp")
 
 
 @dataclass(frozen=True)
