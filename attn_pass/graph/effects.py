@@ -89,6 +89,8 @@ class Effects:
 
     def mutations(self, node: Node) -> Sequence[Mutation]:
         """All writes that reach, or may reach, the memory ``node`` lives in, in graph order."""
+        if not self._writes:
+            return ()
         roots = self._roots_of(node)
         if len(roots) == 1:
             return self._writes_of(roots[0])
@@ -121,7 +123,8 @@ class Effects:
         ``t_``, ``unsqueeze_``, ``set_`` and the like change the fake tensor in the metadata of every node that has it,
         so sizes read from metadata are those of the end of the graph. Believe none of them where this is true.
         """
-        return any(self._rebound.get(root, -1) >= position for root in self._roots_of(node))
+        rebound = self._rebound
+        return bool(rebound) and any(rebound.get(root, -1) >= position for root in self._roots_of(node))
 
     def is_internal(self, node: Node, allowed: Set[Node]) -> bool:
         """Whether only ``allowed`` holds ``node``'s memory, so that in-place operations in it may be erased.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +30,12 @@ class Numbers:
             self._known[node] = self._numbered(node, _MOST)
         return self._known[node]
 
+    def among(self, nodes: Iterable[Node]) -> dict[Node, Any]:
+        """What tells nodes apart as their numbers would, computed only for those that may have one number."""
+        outlines = {node: _outline(node) for node in nodes}
+        same = Counter(outlines.values())
+        return {node: self.of(node) if same[outline] > 1 else node for node, outline in outlines.items()}
+
     def _numbered(self, node: Node, depth: int) -> Any:
         if node in self._known:
             return self._known[node]
@@ -47,3 +55,17 @@ class Numbers:
             return repr(value)
         written = self._effects.last_mutation(value, at)
         return str((self._numbered(value, depth - 1), None if written is None else written.position))
+
+
+def _outline(node: Node) -> Any:
+    """What two nodes of one number have in common at first sight: the operation, and what its operands are."""
+    if node.op not in ("call_function", "call_method"):
+        return node
+    args = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), _operand_at_sight)
+    return (node.op, node.target, repr(args))
+
+
+def _operand_at_sight(value: Any) -> str:
+    if not isinstance(value, Node):
+        return repr(value)
+    return str(value.target) if value.op in ("call_function", "call_method") else value.name

@@ -82,15 +82,15 @@ class Grouping:
 
     def groups(self) -> Iterator[Group]:
         """Every linear layer that makes an operand of an attention, in groups of one input each."""
-        numbers = Numbers(self.effects, self.regions)
+        found = ((linear_of(node), operands) for node, operands in marked(self.gm.graph).items())
+        layers = [(linear, operands) for linear, operands in found if linear is not None]
+        number = Numbers(self.effects, self.regions).among(linear.input for linear, _ in layers)
         by_input: dict[object, list[tuple[Linear, frozenset[Operand]]]] = {}
-        for node, operands in marked(self.gm.graph).items():
-            linear = linear_of(node)
-            if linear is not None:
-                key = (numbers.of(linear.input), self.regions.of(node), self._kind(linear))
-                by_input.setdefault(key, []).append((linear, operands))
-        for layers in by_input.values():
-            yield from self._split(layers)
+        for linear, operands in layers:
+            key = (number[linear.input], self.regions.of(linear.node), self._kind(linear))
+            by_input.setdefault(key, []).append((linear, operands))
+        for of_one in by_input.values():
+            yield from self._split(of_one)
 
     def _kind(self, linear: Linear) -> object:
         """What layers of one product have in common beside their input: types and places, and how weights lie."""

@@ -21,6 +21,7 @@ from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import product
 from attn_pass.projections.linear import Linear, linear_of
+from attn_pass.report.alike import merged
 from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.places import source_line
 
@@ -62,11 +63,11 @@ def give_to_libraries(
     replaced: dict[Node, Node] = {}
     for linear, layer, faster, applied in found:
         activation = "none" if applied is None else _activation(applied)
-        _note(records, linear, layer, faster, activation)
+        records.append(_record_of(linear, layer, faster, activation))
         rows = replaced.get(linear.input, linear.input)
         old = linear.node if applied is None else applied
         replaced[old] = _replace(gm.graph, linear, rows, old, faster.operator, activation)
-    return records
+    return merged(records)
 
 
 def _applied(node: Node, regions: Regions, faster: FasterLinear) -> Node | None:
@@ -161,10 +162,8 @@ def _replace(
     return call
 
 
-def _note(
-    records: list[LinearLayersReport], linear: Linear, layer: LinearLayer, faster: FasterLinear, activation: str
-) -> None:
-    record = LinearLayersReport(
+def _record_of(linear: Linear, layer: LinearLayer, faster: FasterLinear, activation: str) -> LinearLayersReport:
+    return LinearLayersReport(
         library=faster.library,
         reason=faster.reason,
         where=source_line(linear.node.meta),
@@ -173,8 +172,3 @@ def _note(
         dtype=dtype_name(layer.dtype),
         activation=activation,
     )
-    alike = next((one for one in records if one.is_alike(record)), None)
-    if alike is None:
-        records.append(record)
-    else:
-        alike.layers += 1

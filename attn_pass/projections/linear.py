@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.reading.vocabulary import Call, one_or_many, understand
+from attn_pass.reading.vocabulary import Call, one_or_many, operation_of, understand
 
+_PRODUCTS = ("linear", "matmul", "baddbmm")
 _TURNS = ("t", "mT", "transpose", "permute")
 _TURNED = ("T", "mT", "H", "mH")
 
@@ -39,14 +40,14 @@ class Linear:
 
 def linear_of(node: Node) -> Linear | None:
     """The linear layer that a node is: a product with a matrix that the program was given; None for anything else."""
-    call = understand(node)
+    call = understand(node) if operation_of(node) in _PRODUCTS else None
     if call is None or call.in_place:
         return None
     if call.op == "linear":
         return _linear(node, call["input"], call["other"], call["bias"])
     if call.op == "matmul":
         return _product(node, call["input"], call["other"], None)
-    if call.op == "baddbmm" and call["alpha"] == 1 and call["beta"] == 1:
+    if call["alpha"] == 1 and call["beta"] == 1:
         return _product(node, call["batch1"], call["batch2"], call["input"])
     return None
 

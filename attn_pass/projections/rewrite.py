@@ -23,6 +23,7 @@ from attn_pass.projections.join import SEEN, planned
 from attn_pass.projections.layout import refusal
 from attn_pass.projections.linear import Linear
 from attn_pass.projections.read import Operand, has_marks
+from attn_pass.report.alike import merged
 from attn_pass.report.places import source_line
 from attn_pass.report.projection import ProjectionReport
 
@@ -92,7 +93,7 @@ def join_projections(graph: Graph, complain: Complain) -> list[ProjectionReport]
                 record.reason = f"internal error: {type(error).__name__}: {first_line(error)}"
                 complain("projections are left as products of their own", error)
         records.append(record)
-    return list(_together(records))
+    return merged(records)
 
 
 def _refusal(graph: Graph, grouping: Grouping, group: Group, record: ProjectionReport) -> str:
@@ -213,16 +214,3 @@ def _weight(linear: Linear) -> tuple[int, ...]:
 def _rows(graph: Graph, linear: Linear) -> int:
     value = tensor_value(linear.input)
     return 1 if value is None else graph.sizes.hint(product(graph.sizes.shape(value)[:-1]))
-
-
-def _together(records: list[ProjectionReport]) -> Iterator[ProjectionReport]:
-    """One record of those that say the same of several layers."""
-    distinct: list[ProjectionReport] = []
-    for record in records:
-        alike = next((one for one in distinct if one.is_alike(record)), None)
-        if alike is None:
-            distinct.append(record)
-        else:
-            alike.groups += record.groups
-            alike.operands += record.operands
-    return iter(distinct)

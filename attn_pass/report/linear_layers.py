@@ -39,6 +39,10 @@ class LinearLayersReport(Record):
         """Whether another record says the same of other layers."""
         return self._facts() == other._facts()
 
+    def count(self, other: LinearLayersReport) -> None:
+        """Counts the layers of an alike record as well."""
+        self.layers += other.layers
+
     def _facts(self) -> tuple[object, ...]:
         return self.library, self.reason, self.features, self.width, self.dtype, self.activation
 

@@ -45,6 +45,11 @@ class ProjectionReport(Record):
         """Whether another record says the same of other layers."""
         return self._facts() == other._facts()
 
+    def count(self, other: ProjectionReport) -> None:
+        """Counts the groups and operands of an alike record as well."""
+        self.groups += other.groups
+        self.operands += other.operands
+
     def _facts(self) -> tuple[Any, ...]:
         return self.outcome, self.reason, self.where, self.roles, self.widths, self.features, self.predicted_us
 
