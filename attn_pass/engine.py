@@ -211,7 +211,7 @@ class _Rewriting:
         self._note_dropout(sites)
         if self.run.options.join_projections != "off" and not self.run.checks:
             self._mark_projections(sites)
-        context.masks.update(site.described.read_by_mask() for site in sites if site.described is not None)
+        context.note_masks(site.described for site in sites if site.described is not None)
         touched = False
         with context.observed():
             try:

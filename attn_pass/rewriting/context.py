@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +27,7 @@ from attn_pass.model.index import Index, product
 from attn_pass.patterns import by_slices, composite, flex_calls, joined_scores, summed_pieces
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.softmax_forms import is_softmax
+from attn_pass.reading.parts import Described
 from attn_pass.reading.reader import Caller, Reader
 from attn_pass.report.torch_logging import observed
 from attn_pass.rewriting.run import Run
@@ -88,7 +89,7 @@ class GraphContext:
             self._on_trial.take_back()
             raise
         self.replaced: dict[Node, Node] = {}
-        self.masks: Counter[frozenset[Node]] = Counter()  # how many sites have a mask that reads these tensors
+        self.masks: Counter[frozenset[Node]] = Counter()
 
     def _reader(self) -> Reader:
         expansions = [o.expansion for o in self.opaque if o.expansion is not None]
@@ -171,6 +172,10 @@ class GraphContext:
     def now(self, node: Node) -> Node:
         """What stands in the place of a node by now."""
         return self.replaced.get(node, node)
+
+    def note_masks(self, every: Iterable[Described]) -> None:
+        """Counts the attentions of the graph by the tensors that their masks read."""
+        self.masks.update(described.read_by_mask() for described in every)
 
     def put_in_place(self, new: Node, old: Node, region: Region) -> None:
         """Records that a node replaced another."""

@@ -94,8 +94,6 @@ class Cudnn(Kernel):
         operands: tuple[Value, Value, Value],
         mask: Value | None,
         decided: KernelPlan,
-        *,
-        saves: bool,
     ) -> Value:
         """Expanded operands are written out, since strides of 0 are not known to be taken."""
         a, call = lower.attention, lower.plan.call
@@ -103,7 +101,7 @@ class Cudnn(Kernel):
             aten._scaled_dot_product_cudnn_attention.default,
             *(unbroadcast(lower.plan, x) for x in operands),
             mask,
-            saves,
+            decided.saves,
             a.dropout,
             decided.is_causal,
             False,

@@ -63,8 +63,6 @@ class Efficient(Kernel):
         operands: tuple[Value, Value, Value],
         mask: Value | None,
         decided: KernelPlan,
-        *,
-        saves: bool,
     ) -> Value:
         """Its mask is expanded to (B, H, L, S)."""
         a, plan = lower.attention, lower.plan
@@ -75,7 +73,7 @@ class Efficient(Kernel):
             aten._scaled_dot_product_efficient_attention.default,
             *operands,
             mask,
-            saves,
+            decided.saves,
             a.dropout,
             decided.is_causal,
             scale=abs(a.scale),

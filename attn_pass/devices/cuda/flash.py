@@ -116,8 +116,6 @@ class Flash(Kernel):
         operands: tuple[Value, Value, Value],
         mask: Value | None,
         decided: KernelPlan,
-        *,
-        saves: bool,
     ) -> Value:
         """It takes no mask that is a tensor; windows are for operands (B, L, H, D)."""
         if isinstance(decided, flash_lengths.OfCache):

@@ -47,11 +47,12 @@ Dims = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """How one of torch's kernels is called: the mask, as a window where it takes it as one, and the head dims."""
+    """How one of torch's kernels is called: its mask or window, the head dims, what it keeps for a backward."""
 
     mask: MaskForm
     dims: Dims
     window: Window | None = None
+    saves: bool = False  # what a backward reads is kept
     dense_result: bool = False  # the result lies densely, whatever the query's strides are
 
     @property
@@ -111,7 +112,8 @@ class Kernel(CudaKernel):
         form = mask_form(a, setting)
         flag = form.kind == "none" or (form.kind == "causal" and a.q_len == a.kv_len)
         window = None if flag or not self.takes_window else window_of(a)
-        return KernelPlan(form if window is None else MaskForm("none"), self.padded_dims(a), window)
+        saves = a.needs_grad or setting.program == "export"  # which may be trained
+        return KernelPlan(form if window is None else MaskForm("none"), self.padded_dims(a), window, saves)
 
     def refusal_of(self, a: Attention, kind: str, setting: Setting) -> str | None:
         """Why the kernel cannot take an attention whose mask has this form; None if it can."""
@@ -162,8 +164,7 @@ class Kernel(CudaKernel):
         query, key, value = _operands(lower, decided.dims)
         mask, empty = self._masked(lower, decided.mask, setting) if decided.mask.is_tensor else (None, None)
         safe_query = query if empty is None else empty.queried(query)
-        saves = a.needs_grad or setting.program == "export"  # which may be trained
-        out = self.called(lower, (safe_query, key, value), mask, decided, saves=saves)
+        out = self.called(lower, (safe_query, key, value), mask, decided)
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if fake_of(out).shape[-1] != a.value_head_dim:
@@ -176,10 +177,8 @@ class Kernel(CudaKernel):
         operands: tuple[Value, Value, Value],
         mask: Value | None,
         decided: KernelPlan,
-        *,
-        saves: bool,
     ) -> Value:
-        """The kernel's (B, H, L, Dv) result; ``saves``: it keeps what a backward reads."""
+        """The kernel's (B, H, L, Dv) result."""
         raise NotImplementedError
 
     def _masked(self, lower: Lowering, form: MaskForm, setting: Setting) -> tuple[Value | None, EmptyRows | None]:
