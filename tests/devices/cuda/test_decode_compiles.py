@@ -108,6 +108,12 @@ def test_logarithms_are_computed_if_they_are_needed(program: str, logarithms: in
     assert dtypes.count("bfloat16") == len(dtypes) - dtypes.count("float32") <= 2
 
 
+def _copies(graph: dict[str, Any]) -> list[str]:
+    """Lines of the generated code that copy, but for those that name a file: a checkout may lie in any folder."""
+    lines = (line for line in graph["code"].splitlines() if "File:" not in line and "path:" not in line.lower())
+    return [line for line in lines if ".copy_(" in line or "clone" in line]
+
+
 @inductor
 @pytest.mark.parametrize("program", ["shapes", "query made in the graph", "dynamic", "lengths", "sink", "a cache"])
 def test_no_operand_is_copied(program: str) -> None:
@@ -118,7 +124,7 @@ def test_no_operand_is_copied(program: str) -> None:
     pointwise = [name for name, _ in graph["calls"] if name.startswith("triton_")]
     made = {"query made in the graph": 1, "dynamic": 1, "sink": 1, "a cache": 2}  # the two numbers of its range
     assert len(pointwise) == made.get(program, 0)
-    assert ".copy_(" not in graph["code"] and "clone" not in graph["code"]
+    assert not _copies(graph)
 
 
 @inductor
@@ -131,7 +137,7 @@ def test_a_mask_that_is_passed_in_is_looked_at_once_for_all_layers() -> None:
     (mask,) = (a for a in graph["calls"][0][1] if a.startswith("arg"))
     attended = [a for (_, a), function in zip(graph["calls"], functions) if function == "attend"]
     assert all(any(mask in argument for argument in arguments) for arguments in attended)
-    assert ".copy_(" not in graph["code"] and "clone" not in graph["code"]
+    assert not _copies(graph)
 
 
 def room(capability: int) -> Room:
