@@ -27,7 +27,9 @@ _T = TypeVar("_T")
 Json = Annotated[Path | None, typer.Option("--json", help="Write to this file, and a table next to it.")]
 Against = Annotated[Path | None, typer.Option("--against", help="Compare with an earlier run.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run a few of them, with fewer rounds.")]
-Only = Annotated[str, typer.Option(help="Run only programs whose name contains this, or one of several: A|B.")]
+Only = Annotated[
+    str, typer.Option(help="Run only programs whose name contains this, or one of several: A|B; =A is a whole name.")
+]
 Add = Annotated[bool, typer.Option("--add", help="Keep what the file of --json has of other programs.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=1, help="Number of torch threads.")]
@@ -36,7 +38,7 @@ Rounds = Annotated[int, typer.Option(min=1, help="Samples per variant.")]
 
 def is_asked(only: str, name: str) -> bool:
     """Whether ``--only`` asks for a program of this name."""
-    return any(part in name for part in only.split("|"))
+    return any(part[1:] == name if part.startswith("=") else part in name for part in only.split("|"))
 
 
 def named(only: str, programs: Iterable[_T], name_of: Callable[[_T], str]) -> list[_T]:

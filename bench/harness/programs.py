@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -44,7 +44,8 @@ class Program:
     precision after many layers, or over many steps; in float32 at least 1e-5. `dtype` is that of the products where the
     first input has another. `trains`: a call is a forward and a backward, its answer the gradients of the inputs that
     want one. `extra` are variants of its own, by name: given the module, the inputs and a folder, each makes something
-    to call. `draws`: answers are random, and are compared with nothing.
+    to call. `without` are ways that it is not measured in: in one process with the others they need more memory than
+    there is. `draws`: answers are random, and are compared with nothing.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Program:
     float64: bool = True
     trains: bool = False
     extra: Mapping[str, Extra] = field(default_factory=dict)
+    without: Collection[str] = ()
     draws: bool = False
 
     def exact(self, device: str, inputs: Tensors) -> Any:

@@ -28,10 +28,11 @@ def _tables(
         programs: list[Program] = named(only, module.programs(setting), attrgetter("name"))
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
-    table = Table(module.TITLE, STANDARD, notes=[LEGEND])
+    left_out = [f"{p.name}: not measured for its memory: {'; '.join(p.without)}." for p in programs if p.without]
+    table = Table(module.TITLE, STANDARD, notes=[LEGEND, *left_out])
     for program in programs:
         packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()
-        ways = tuple(dict.fromkeys((*chosen, *packaged, *program.extra)))
+        ways = tuple(way for way in dict.fromkeys((*chosen, *packaged, *program.extra)) if way not in program.without)
         table.rows += run(module.__name__, [program], ways, setting, rates, tell)
         yield table
 

@@ -32,6 +32,8 @@ OPENVINO_AGAIN = "OpenVINO (A/A)"
 ZENTORCH = "compile, zentorch, frozen"
 WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.PASS, *w.FROZEN, *w.PACKAGED_FROZEN)
 """Of every program; a program's peers are its own variants."""
+TOO_LARGE = ("Llama, 4 layers, 32/8 heads, 1 x 2048", "Llama, 4 layers, 32/8 heads, 1 x 2048, SDPA")
+"""Programs in float32 of 1.5 GB of weights, of which each system packs a copy: with all ways in 24 GiB they end."""
 
 
 def _zentorch(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -158,4 +160,11 @@ def peers_of(dtype: torch.dtype) -> dict[str, Extra]:
 def programs(setting: Setting) -> list[Program]:
     """Those of `bench models` in float32 and in bfloat16."""
     own = (program for program in models.programs(setting) if not program.name.endswith(models.AUTOCAST))
-    return [replace(program, extra=peers_of(program.dtype or torch.float32)) for program in own]
+    return [
+        replace(
+            program,
+            extra=peers_of(program.dtype or torch.float32),
+            without=(*w.PACKAGED_FROZEN, ORT_FUSED) if program.name in TOO_LARGE else (),
+        )
+        for program in own
+    ]

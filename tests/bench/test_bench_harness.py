@@ -20,9 +20,10 @@ from bench import results_page
 from bench.__main__ import app
 from bench.harness import baseline, command, document, floors, measure, plots
 from bench.harness import variants as w
+from bench.harness.command import is_asked
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
-from bench.suites import cases, forms, masks, models, never_slower, padding, peers, runtimes, spellings
+from bench.suites import cases, commands, forms, masks, models, never_slower, padding, peers, runtimes, spellings
 from bench.suites.seeds import s1, s2, s3, s4, s5, traffic
 from bench.suites.seeds.command import chosen
 
@@ -91,6 +92,27 @@ def test_two_compiles_of_a_program_share_nothing() -> None:
 
 
 # ---------------------------------------------------------------- what is measured
+
+
+def test_programs_are_asked_for_by_parts_of_their_names_or_by_a_whole_name() -> None:
+    names = ("Llama, 1 x 2048", "Llama, 1 x 2048, SDPA", "Swin")
+    asked = {only: [n for n in names if is_asked(only, n)] for only in ("Llama", "=Llama, 1 x 2048", "SDPA|=Swin")}
+    assert list(asked.values()) == [[names[0], names[1]], [names[0]], [names[1], names[2]]]
+
+
+def test_ways_that_need_too_much_memory_beside_the_others_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: dict[str, tuple[str, ...]] = {}
+
+    def keep(module: str, programs: Any, ways: tuple[str, ...], *_: Any) -> list[Any]:
+        return measured.setdefault(programs[0].name, ways) and []
+
+    monkeypatch.setattr(commands, "run", keep)
+    (large,), only = peers.TOO_LARGE[:1], "=" + "|=".join((*peers.TOO_LARGE[:1], "GPT-2 small, 1 x 1024"))
+    tables = list(commands._tables(peers, peers.WAYS, only, Setting(), RATES, lambda line: None))
+    program = program_of(peers.__name__, large, Setting())
+    assert program.without and measured["GPT-2 small, 1 x 1024"] >= peers.WAYS
+    assert measured[large] == tuple(way for way in (*peers.WAYS, *program.extra) if way not in program.without)
+    assert any(large in note and w.PACKAGE_FROZEN in note for note in tables[-1].notes)
 
 
 @pytest.mark.parametrize("module", [s1, s2, s3, s4, s5, forms, masks, peers, runtimes])
