@@ -120,7 +120,7 @@ class Sizes:
 
     def shape(self, tensor: torch.Tensor) -> tuple[Index, ...]:
         """The shape of a fake tensor."""
-        return tuple(self.index(s) for s in tensor.shape)
+        return tuple([size if type(size) is int else self.index(size) for size in tensor.shape])
 
     def _convert(self, expression: Any, shape_env: Any) -> Index:
         import sympy

@@ -87,7 +87,7 @@ def groups(graph: Graph, operators: Collection[Any], sizes: Sizes) -> tuple[list
     """The attentions that can run on packed rows, by mask; and why the others with a mask cannot."""
     by_key: dict[Any, Group] = {}
     refused: dict[Node, str] = {}
-    origins = Origins(graph, operators)
+    origins: Origins | None = None  # of the whole graph, which most masks do not ask for
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in operators:
             continue
@@ -96,6 +96,7 @@ def groups(graph: Graph, operators: Collection[Any], sizes: Sizes) -> tuple[list
             if _adds_mask(node, sizes):
                 refused[node] = ADDED_IN_TRAINING
             continue
+        origins = origins or Origins(graph, operators)
         reason = OTHER_ROWS if origins.reads_others(node) else _refusal(node, mask, sizes)
         if reason:
             refused[node] = reason

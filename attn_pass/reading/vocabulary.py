@@ -364,7 +364,7 @@ def bound(node: Node, row: Row, in_place: bool, into: Node | None = None) -> Cal
         if name == "out" and value is into and "out" not in row.names:
             continue
         args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in row.names else name] = value
-    if any(name not in args for name in row.names) or node.kwargs.get("out") is not into:
+    if not all(map(args.__contains__, row.names)) or node.kwargs.get("out") is not into:
         return None
     return Call(row.op, args, in_place or bool(args.get("inplace", False)))
 
