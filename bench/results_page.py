@@ -43,16 +43,15 @@ RUNS = (
     Run("peers-cpu", "whole models in float32, frozen or not, as packages too, and in other systems"),
     Run("peers-cpu-bf16", "the same in bfloat16"),
     Run(
-        "models-cpu-bf16",
-        "fifteen whole models in bfloat16, frozen or not, before linear layers went to oneDNN; by an earlier bench, in "
-        "which errors of GPT-2 and of Llama's prompt cannot be judged: eager's own are 48 to 54 %",
+        "models-cpu-calls",
+        "whole models whose attention is a call, in float32, in bfloat16 and under autocast, frozen or not, and as "
+        "packages",
     ),
     Run(
         "models-cpu-autocast",
         "nine whole models under autocast, frozen or not, and as packages; by an earlier bench, in which GPT-2's "
         "errors cannot be judged: eager's own is 57 %",
     ),
-    Run("models-cpu", "the fifteen in float32, before the CPU kernel"),
     Run("decode-cpu", "steps of decoding over a static cache", "Steps"),
     Run("padding-cpu", "batches with padding, one layer of twelve"),
     Run("padding-cpu-bf16", "the same in bfloat16"),

@@ -121,16 +121,20 @@ def joined(before: Table | None, now: Table) -> Table:
 
 
 def _runs(rows: Sequence[Row]) -> list[str]:
-    """Which run each program is of, if there were several, and beside what it was measured."""
+    """Which run each program is of, if there were several; beside what it was measured, and which ways were not."""
     runs: dict[str, dict[str, None]] = {}
     busy: dict[str, str] = {}
+    without: dict[str, str] = {}
     for row in rows:
         runs.setdefault(row.get("of", "an earlier run"), {})[row.get("program", "")] = None
         if row.get("busy"):
             busy[row.get("program", "")] = row["busy"]
+        if row.get("without"):
+            without[row.get("program", "")] = "; ".join(row["without"])
     told = "; ".join(f"{run}: {', '.join(programs)}" for run, programs in runs.items())
     notes = [f"Of several runs, by commit. {told}."] if len(runs) > 1 else []
-    return notes + [f"{program}: {why} (before or after its rounds)." for program, why in busy.items()]
+    notes += [f"{program}: {why} (before or after its rounds)." for program, why in busy.items()]
+    return notes + [f"{program}: not measured, for their memory: {ways}." for program, ways in without.items()]
 
 
 def read(path: Path) -> Document:

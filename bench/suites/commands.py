@@ -28,12 +28,12 @@ def _tables(
         programs: list[Program] = named(only, module.programs(setting), attrgetter("name"))
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
-    left_out = [f"{p.name}: not measured for its memory: {'; '.join(p.without)}." for p in programs if p.without]
-    table = Table(module.TITLE, STANDARD, notes=[LEGEND, *left_out])
+    table = Table(module.TITLE, STANDARD, notes=[LEGEND])
     for program in programs:
         packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()
         ways = tuple(way for way in dict.fromkeys((*chosen, *packaged, *program.extra)) if way not in program.without)
-        table.rows += run(module.__name__, [program], ways, setting, rates, tell)
+        rows = run(module.__name__, [program], ways, setting, rates, tell)
+        table.rows += [{**row, "without": list(program.without)} for row in rows] if program.without else rows
         yield table
 
 
