@@ -83,6 +83,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "beside-bf16": lambda: table(partial(measured.beside, "peers-cpu-bf16")),
         "peers-bf16": lambda: table(partial(measured.peers, "peers-cpu-bf16")),
         "breakdown": lambda: table(measured.breakdown),
+        "calls": lambda: table(measured.calls),
         "variants": lambda: table(measured.variants),
     },
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},

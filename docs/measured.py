@@ -121,7 +121,7 @@ def never_slower() -> Iterator[str]:
         where = f"{run['device']}, {counted(run['threads'], 'thread')}"
         yield f"- {where}: {slower} of {len(rows)} shapes {are} slower by this rule ({link})."
         yield ""
-        yield f"  <details><summary>{len(low)} shapes below {BELOW} at the median and the 10th percentile</summary>"
+        yield f"  <details><summary>Speedup below {BELOW} at median and 10th percentile: {len(low)}</summary>"
         yield ""
         told = "; ".join(f"{r['name']}: {r['over_stock']:.2f}" for r in low)
         yield f"  {told or 'none'}"
@@ -157,13 +157,13 @@ def breakdown() -> Iterator[str]:
 
 
 def variants() -> Iterator[str]:
-    """Rows of the table of masks and score functions: the speedup over stock of the pass, and as written by hand."""
+    """Rows of the table of masks and score functions: the speedup over stock of the pass, and of an expert."""
     document = json.loads((RESULTS / "variants-cpu.json").read_text())
     by_program: dict[str, list[dict[str, Any]]] = {}
     for row in document["tables"][0]["rows"]:
         if row["status"] == "ok":
             by_program.setdefault(row["program"], []).append(row)
-    yield "| | attn_pass | by hand | which is |"
+    yield "| | attn_pass | expert's version | which is |"
     yield "|---|---|---|---|"
     for program, rows in by_program.items():
         (passed,) = (r for r in rows if r["way"] == "compile, attn_pass")
@@ -175,11 +175,11 @@ def variants() -> Iterator[str]:
 PEERS = (
     ("eager", "eager"),
     ("stock Inductor", "compile, stock"),
-    ("frozen", "compile, stock, frozen"),
-    ("frozen package", "AOTInductor, stock, frozen"),
+    ("stock, frozen", "compile, stock, frozen"),
+    ("stock, frozen package", "AOTInductor, stock, frozen"),
     ("attn_pass", "compile, attn_pass"),
-    ("frozen", "compile, attn_pass, frozen"),
-    ("frozen package", "AOTInductor, attn_pass, frozen"),
+    ("attn_pass, frozen", "compile, attn_pass, frozen"),
+    ("attn_pass, frozen package", "AOTInductor, attn_pass, frozen"),
     ("zentorch, frozen", "compile, zentorch, frozen"),
     ("ONNX Runtime", "ONNX Runtime"),
     ("its attention fusion", "ONNX Runtime, attention fusion"),
@@ -208,9 +208,12 @@ WAYS = (
 )
 
 
-def whole_models(run: str) -> Iterator[str]:
-    """A sentence: how fast models are over stock, in each way of the pass; and another one: which are slower."""
-    by_program = _by_program(run)
+def whole_models(run: str, ending: str = "") -> Iterator[str]:
+    """A sentence: how fast models are over stock, in each way of the pass; and another one: which are slower.
+
+    Of the programs whose names end so.
+    """
+    by_program = {program: ways for program, ways in _by_program(run).items() if program.endswith(ending)}
     said, slower = [], []
     for title, way in WAYS:
         rows = {program: ways[way] for program, ways in by_program.items() if "over_stock" in ways.get(way, {})}
@@ -226,6 +229,16 @@ def whole_models(run: str) -> Iterator[str]:
         f"Compared with stock Inductor in the same way: {'; '.join(said)}. Slower by more than the noise: "
         f"{', '.join(slower) or 'none'}."
     )
+
+
+CALLS = "models-cpu-calls"
+"""The run of models whose attention is a call."""
+
+
+def calls() -> Iterator[str]:
+    """The sentences about models whose attention is a call, as points of a list."""
+    for dtype, ending in (("float32", ", SDPA"), ("bfloat16", ", bfloat16"), ("autocast to bfloat16", ", autocast")):
+        yield f"- **{dtype}**. {' '.join(whole_models(CALLS, ending))}"
 
 
 OTHERS = {
@@ -268,10 +281,10 @@ def compared(run: str, title: str = "OpenVINO", way: str = "OpenVINO") -> str:
         return ""
     least_of, most_of = min(ratios, key=lambda p: ratios[p]), max(ratios, key=lambda p: ratios[p])
     return (
-        f"Compared with {title}, attn_pass (frozen, and as a package where it can be) is {ratios[least_of]:.2f} "
-        f"({least_of}) to {ratios[most_of]:.2f} times ({most_of}) as fast: faster on {counts['faster']} of "
-        f"{counted(len(ratios), 'model')}, slower on {counts['slower'] or 'none'}, by more than two measurements of "
-        f"{title if twice else 'stock'} differ."
+        f"Compared with {title}, attn_pass (its frozen package, or frozen where there is none) is "
+        f"{ratios[least_of]:.2f} ({least_of}) to {ratios[most_of]:.2f} times ({most_of}) as fast: faster on "
+        f"{counts['faster']} of {counted(len(ratios), 'model')}, slower on {counts['slower'] or 'none'}, by more than "
+        f"two measurements of {title if twice else 'stock'} differ."
     )
 
 
