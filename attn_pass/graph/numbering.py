@@ -31,7 +31,11 @@ class Numbers:
         return self._known[node]
 
     def among(self, nodes: Iterable[Node]) -> dict[Node, Any]:
-        """What tells nodes apart as their numbers would, computed only for those that may have one number."""
+        """What tells nodes apart as their numbers would, computed only for those that may have one number.
+
+        Of values that are made of more operations than are followed, which number they have depends on what was asked
+        for before: such nodes may be told apart here.
+        """
         outlines = {node: _outline(node) for node in nodes}
         same = Counter(outlines.values())
         return {node: self.of(node) if same[outline] > 1 else node for node, outline in outlines.items()}
@@ -61,11 +65,14 @@ def _outline(node: Node) -> Any:
     """What two nodes of one number have in common at first sight: the operation, and what its operands are."""
     if node.op not in ("call_function", "call_method"):
         return node
-    args = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), _operand_at_sight)
-    return (node.op, node.target, repr(args))
+    operands: list[Any] = []
+    args = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: _at_sight(a, operands))
+    return (node.op, node.target, repr(args), tuple(operands))
 
 
-def _operand_at_sight(value: Any) -> str:
+def _at_sight(value: Any, operands: list[Any]) -> str:
+    """An argument in words; what is known of a node at first sight is added to ``operands``."""
     if not isinstance(value, Node):
         return repr(value)
-    return str(value.target) if value.op in ("call_function", "call_method") else value.name
+    operands.append(value.target if value.op in ("call_function", "call_method") else value)
+    return "node"

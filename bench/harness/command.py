@@ -45,7 +45,7 @@ def named(only: str, programs: Iterable[_T], name_of: Callable[[_T], str]) -> li
     """The programs that ``--only`` asks for; an error where there are none."""
     chosen = [program for program in programs if is_asked(only, name_of(program))]
     if not chosen:
-        raise typer.BadParameter(f"no program's name contains {only!r}", param_hint="--only")
+        raise typer.BadParameter(f"no program is asked for by {only!r}", param_hint="--only")
     return chosen
 
 

@@ -46,7 +46,7 @@ class Toy(Kernel):
     def is_tried(self, device):
         return False  # torch's own call never picks it
 
-    def called(self, lower, operands, mask, decided, *, saves):
+    def called(self, lower, operands, mask, decided):
         kernel = torch.ops.toy_cuda.attention.default
         return lower.plan.call(kernel, *operands, abs(lower.attention.scale), decided.is_causal)
 
