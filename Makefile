@@ -13,7 +13,7 @@ CASES ?= cases/run.py
 .PHONY: help setup demo test test-browser test-explorer test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site wheel cases bench-s4 bench-peers
 
 help:
-	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
+	@echo "make demo      explain, rewrite and check real models, then measure field report S4"
 	@echo "make test      run the tests"
 	@echo "make test-browser  open the HTML report in a headless Chromium, where there is one"
 	@echo "make test-explorer  run the adapter in Model Explorer, in .venv-explorer"
@@ -30,7 +30,7 @@ help:
 	@echo "make docs      write the parts of docs/ that come from the code, and the page and pictures of the results"
 	@echo "make site      build the documentation as a site in build/site, with mkdocs in $(SITE)"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
-	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
+	@echo "make bench-s4  measure field report S4 in full (ARGS='--json FILE')"
 	@echo "make bench-peers  install ONNX Runtime, OpenVINO and zentorch, and measure them beside the pass"
 	@echo "make setup     create $(VENV) once; every other command does it when needed"
 

@@ -1,4 +1,4 @@
-"""The demonstration: explain, rewrite and check real architectures, then compile seed S4 with and without the pass.
+"""The demonstration: real architectures explained, rewritten and checked, then field report S4 measured.
 
     python -m bench demo [--only NAME ...] [--no-s4] [--rounds N]
 
@@ -98,7 +98,7 @@ def try_architecture(architecture: Architecture, progress: Progress) -> Row:
 
 def seed_s4(progress: Progress, setting: Setting) -> list[Row]:
     """Compile S4 stock, decomposed and with the pass; print the sites, the times and the ratios."""
-    progress.console.print(Rule("seed S4: AOTInductor, query length 1, one shared K and V"))
+    progress.console.print(Rule("field report S4: AOTInductor, query length 1, one shared K and V"))
     rates = floors.rates(setting.device)
     rows = run(s4.__name__, s4.programs(setting)[:1], variants.PACKAGED, setting, rates, progress.tell)
     for row in rows:
@@ -117,10 +117,10 @@ def chosen(names: Sequence[str]) -> list[Architecture]:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Run only this architecture; may be repeated.")] = None,
-    with_s4: Annotated[bool, typer.Option("--s4/--no-s4", help="Measure seed S4 at the end.")] = True,
+    with_s4: Annotated[bool, typer.Option("--s4/--no-s4", help="Measure field report S4 at the end.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per S4 candidate.")] = 9,
 ) -> None:
-    """Explain, rewrite and check real architectures, then compile seed S4 with and without the pass."""
+    """Explain, rewrite and check real architectures, then compile field report S4 with and without the pass."""
     console = plain_console()
     progress = Progress(console)
     setting = Setting(threads=torch.get_num_threads(), rounds=rounds, quick=True)
@@ -129,7 +129,8 @@ def main(
     for architecture in chosen(only or []):
         console.print(Rule(architecture.name))
         rows.append(try_architecture(architecture, progress))
-    show_table(console, Table(f"Rewritten models against eager, tolerance {TOLERANCE:.0e}", COLUMNS, rows))
+    title = f"Run without Inductor (aot_eager, choose='fused'), compared with eager: tolerance {TOLERANCE:.0e}"
+    show_table(console, Table(title, COLUMNS, rows))
     rows += seed_s4(progress, setting) if with_s4 else []
     wrong = [f"{r['program']}: {r['way']}" for r in rows if r["status"] != "ok" or r.get("verdict") == "WRONG"]
     progress.tell(f"NOT RIGHT: {', '.join(wrong)}" if wrong else "everything computed is right")
