@@ -37,6 +37,9 @@ _KNOWN = (
     "bias",
     "sink",
     "captured",
+    "tables",
+    "places",
+    "factors",
     "score",
     "fully_masked",
     "seed",
@@ -155,8 +158,8 @@ def places(sites: Iterable[Node]) -> Places:
 
 
 def _places(kwargs: Mapping[str, Any]) -> Places:
-    by_position = any(kwargs.get(name) is not None for name in _BY_POSITION)
-    if by_position or kwargs.get("bias") is not None or _is_of_pairs(_node(kwargs.get("keep"))):
+    by_position = any(kwargs.get(name) is not None for name in (*_BY_POSITION, "bias", "places"))
+    if by_position or _is_of_pairs(_node(kwargs.get("keep"))):
         return "before"
     return "any" if kwargs.get("before") is None and kwargs.get("after") in (None, 0) else "between"
 

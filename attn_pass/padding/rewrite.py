@@ -10,12 +10,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.regions import Regions
-from attn_pass.graph.values import Sizes, fake_value
+from attn_pass.graph.values import Sizes, fake_value, nodes_in
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
 from attn_pass.padding.masks import PER_BATCH, averages, places
 from attn_pass.padding.packed import CannotPackError, Emitter, Packing, mapped
 from attn_pass.padding.rules import RowWise, first_tensor
+from attn_pass.padding.scores import ADDED
 from attn_pass.padding.trace import Proof, Trace
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ class Rewrite:
 
     def _adds_rows(self, region: list[Node]) -> bool:
         """Whether an attention adds rows of the region to its scores as they are."""
-        return any(site.kwargs.get("bias") in region for site in self.proof.sites)
+        return any(x in region for site in self.proof.sites for x in nodes_in([site.kwargs.get(n) for n in ADDED]))
 
     def _spreads(self, region: list[Node]) -> bool:
         """Whether some operand lacks the batch or the positions."""
@@ -174,12 +175,18 @@ class Rewrite:
         if kwargs.get("captured"):
             kwargs["captured"] = [self._of_four(emit, x) for x in kwargs["captured"]]
         if (bias := kwargs.get("bias")) is not None:
-            if bias in self.new:  # rows that reach scores of their own, each at its place
-                bias = packing.unpacked(self.new[bias], self.proof.layouts[bias], like=bias)
-            kwargs["bias"] = self._of_four(emit, bias)
+            kwargs["bias"] = self._of_four(emit, self._in_places(packing, bias))
+        if tables := kwargs.get("tables"):
+            kwargs["tables"] = [self._in_places(packing, x) for x in tables]
         query, key, value = (operands[n] for n in node.args[:3] if isinstance(n, Node))
         kwargs |= {"keep": packing.keep, "offsets": packing.offsets}
         return emit.call(node.target, query, key, value, *node.args[3:], **kwargs)
+
+    def _in_places(self, packing: Packing, added: Node) -> Node:
+        """What is added to scores; where it is rows of the region, each at its place."""
+        if added not in self.new:
+            return added
+        return packing.unpacked(self.new[added], self.proof.layouts[added], like=added)
 
     def _as_it_was(self, emit: Emitter, packing: Packing, node: Node) -> Node:
         """An attention that is called as it was: with operands in their places, and its result is packed."""

@@ -18,6 +18,8 @@ from attn_pass.padding.rules import Rules
 from attn_pass.reading.vocabulary import understand
 
 _MOST = 200  # operations on the way
+ADDED = {"bias": 4, "tables": 5}
+"""What the kernel adds to scores, and how many dimensions it has: theirs, and in a table one more."""
 
 
 class _RowDims(NamedTuple):
@@ -56,9 +58,9 @@ def readers(
 def _is_of_scores(site: Node, node: Node, at: _RowDims, rules: Rules) -> bool:
     """Whether an attention adds a value to its scores, (B, H, L, S), and reads it for nothing else."""
     reads = [name for name, value in site.kwargs.items() if _holds(value, node)]
-    lead = 4 - len(rules.shape(node))
-    in_place = at.inner == 1 and at.batch + lead == 0 and at.length + lead in (2, 3)
-    return node not in site.args and reads == ["bias"] and in_place
+    lead = ADDED.get(reads[0], 0) - len(rules.shape(node)) if len(reads) == 1 else None
+    in_place = lead is not None and at.inner == 1 and at.batch + lead == 0 and at.length + lead in (2, 3)
+    return node not in site.args and in_place
 
 
 def _holds(value: Any, node: Node) -> bool:

@@ -39,6 +39,10 @@ def reference(
         scores = of_score(slopes.parsed(given["score"]), q @ k.mT, [x.to(to) for x in given.get("captured") or ()])
     if (bias := given.get("bias")) is not None:
         scores = scores + bias.to(to)
+    for table, place, factor in zip(*(given.get(name) or () for name in ("tables", "places", "factors"))):
+        numbers = table.to(to).expand(*scores.shape, table.size(-1))
+        looked_up = numbers.gather(-1, place.long().expand(scores.shape)[..., None])[..., 0]
+        scores = scores + factor * looked_up
 
     def each(name: str, otherwise: int) -> Tensor:
         entry = given.get(name)

@@ -46,6 +46,7 @@ from torch.fx import Node
 from attn_pass.devices.cpu import cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
+from attn_pass.devices.cpu.looked_up import looked_up
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.graph.values import memory_order
@@ -157,7 +158,7 @@ class CpuKernel:
         if decided.bounds.rest != TRUE:
             optional["keep"] = _keep_tensor(lower, decided.bounds.rest)
         if a.mask.bias is not None:
-            optional["bias"] = _bias(lower, setting)
+            optional |= _added(lower, setting)
         if decided.fill is not None:
             optional["fill"] = decided.fill
         if a.dropout:
@@ -240,10 +241,18 @@ def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
         return call(aten.view.dtype, as_bytes, torch.bool)
 
 
-def _bias(lower: Lowering, setting: Setting) -> Value:
-    """What is added to the scores, with keys next to each other in memory; once for all sites that add it."""
+def _added(lower: Lowering, setting: Setting) -> dict[str, object]:
+    """What is added to the scores: looked up where it can be, else a matrix."""
     a = lower.attention
     alone = a.mask.bias_is_learned or training.gives_apart(a)
+    looks_up = (alone or a.mask.keep is None) and not (a.needs_grad or a.dropout)
+    known = looked_up(lower) if looks_up else None
+    return {"bias": _bias(lower, setting, alone=alone)} if known is None else known
+
+
+def _bias(lower: Lowering, setting: Setting, *, alone: bool) -> Value:
+    """The matrix, with keys next to each other in memory; once for all sites that add it."""
+    a = lower.attention
     source = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None))) if alone else lower
     with nullcontext() if a.needs_grad else lower.plan.sharing():
         bias = additive_mask(source, replace(setting, autocast=None))  # which does not touch the kernel

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, len
         "dense": lambda: torch.randn(batch, heads, length, dim).to(dtype),
     }
     return make[rng.choice(list(make))]()
+
+
+def lookups(rng: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, list[Any]]:
+    """Tables and places over scores of a shape, each of which may be broadcast, and keys that may lie apart."""
+    given: dict[str, list[Any]] = {"tables": [], "places": [], "factors": []}
+    for _ in range(rng.randint(1, operator.MOST_LOOKUPS)):
+        numbers = rng.choice((1, 7, 40))
+        table, place = ([rng.choice((1, n)) for n in shape] for _ in range(2))
+        made = torch.randn(*table, numbers + 2)[..., 1 : numbers + 1]
+        made = made if rng.random() < 0.7 else made.transpose(3, 4).contiguous().transpose(3, 4)
+        given["tables"].append(made.to(rng.choice((torch.float32, dtype))))
+        given["places"].append(torch.randint(0, numbers, place, dtype=torch.int32))
+        given["factors"].append(torch.tensor(rng.choice((1.0, -0.3))))
+    return given
 
 
 def draw(
@@ -108,6 +123,8 @@ def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> 
     torch.manual_seed(seed)
     for n in range(count):
         operands, given = draw(rng, dtype, scored)
+        if rng.random() < 0.15:
+            given |= lookups(rng, dtype, (*operands[0].shape[:3], operands[1].size(2)))
         expected, expected_lse = reference(*operands, **given)
         if n % 2:
             out, lse = WITH_LSE(*operands, **given)
@@ -302,6 +319,15 @@ def test_what_it_does_not_take_is_named() -> None:
         OPERATOR(query, query, query, 1.0, keep=torch.ones(1, 1, 2, 2))
     with pytest.raises(TypeError, match="ends takes"):
         OPERATOR(query, query, query, 1.0, ends=torch.ones(1, dtype=torch.int32))
+    table, place = torch.randn(1, 1, 2, 1, 5), torch.full((1, 1, 2, 2), 5, dtype=torch.int32)
+    with pytest.raises(IndexError, match="none of the table's 5 numbers"):
+        OPERATOR(query, query, query, 1.0, tables=[table], places=[place], factors=[torch.ones(())])
+    with pytest.raises(ValueError, match="a table has places and a factor"):
+        OPERATOR(query, query, query, 1.0, tables=[table], places=[place])
+    with pytest.raises(ValueError, match="a table has the dimensions"):
+        OPERATOR(query, query, query, 1.0, tables=[table[0]], places=[place], factors=[torch.ones(())])
+    with pytest.raises(TypeError, match="places takes"):
+        OPERATOR(query, query, query, 1.0, tables=[table], places=[place.long()], factors=[torch.ones(())])
 
 
 def test_the_operator_passes_torch_s_own_checks() -> None:

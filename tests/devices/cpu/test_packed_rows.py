@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_reference import reference
-from test_cpu_attention import DTYPES, ERRORS, SCORE, difference, laid_out
+from test_cpu_attention import DTYPES, ERRORS, SCORE, difference, laid_out, lookups
 
 from attn_pass.devices.cpu.kernel import build, operator
 from attn_pass.devices.cpu.kernel.gradients import FORWARD
@@ -135,6 +135,8 @@ def draw(rng: random.Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], list[
     given |= {name: make() for name, make in makers.items() if rng.random() < (0.6 if name == "keep" else 0.2)}
     if rng.random() < 0.15:
         given |= {"score": SCORE, "captured": [torch.randn(broadcast()), (torch.rand(broadcast()) < 0.5).float()]}
+    if rng.random() < 0.2:
+        given |= lookups(rng, dtype, (segments, heads, most, most))
     return operands, _offsets(tuple(lengths)).tolist(), given
 
 
@@ -148,7 +150,7 @@ def of_segment(given: dict[str, Any], n: int, a: int, b: int) -> dict[str, Any]:
     cut = {
         "keep": lambda x: x[..., a:b] if x.size(2) == 1 and x.size(3) != 1 else x[:, :, a:b, : b - a],
         "bias": of_scores,
-        "captured": lambda several: [of_scores(x) for x in several],
+        **dict.fromkeys(("captured", "tables", "places"), lambda several: [of_scores(x) for x in several]),
         **dict.fromkeys(("shift", "starts", "ends"), lambda x: x[min(n, len(x) - 1)][None]),
     }
     return {name: cut.get(name, lambda x: x)(x) for name, x in given.items()}
@@ -169,7 +171,7 @@ def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
             reference(*(x[:, :, a:b] for x in operands), scale, **of_segment(given, n, a, b))[0] for n, a, b in segments
         ]
         wrong = difference(out, torch.cat(parts, 2))
-        if not {"bias", "captured"} & given.keys() and given["fully_masked"] != "nan":
+        if not {"bias", "captured", "tables"} & given.keys() and given["fully_masked"] != "nan":
             wrong = max(wrong, _wrong_gradients(operands, scale, offsets, segments, given))
         if wrong > ERRORS[dtype]:
             faults.append(f"{dtype} {seed}.{number}: {wrong:.1e} {borders} {operands[0].shape} {sorted(given)}")

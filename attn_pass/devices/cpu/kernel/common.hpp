@@ -34,12 +34,21 @@ using u8 = uint8_t;
 enum Element { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum FullyMasked { GIVES_NAN = 0, GIVES_ZERO = 1, GIVES_MEAN = 2 };  // what a fully masked row becomes
 
-constexpr int CAPTURED = 8;
+constexpr int CAPTURED = 8, LOOKUPS = 4;
 
 // A tensor of four dimensions; strides count elements, and are 0 where it is broadcast.
 struct Operand {
   const void* data;
   i64 stride[4];
+};
+
+// What is looked up for a row and a key: of M numbers in a table, (B, H, L, S, M), the one that `place` says.
+struct Lookup {
+  const void* data;
+  i64 stride[5];
+  Operand place;        // (B, H, L, S), int32, from 0 to M - 1
+  const float* factor;  // one number
+  i32 type;
 };
 
 // A number for each row of the batch: an int64 tensor of one dimension, or null.
@@ -56,20 +65,22 @@ struct PerBatch {
 // and [starts[b], ends[b]), with a `chunk` those of which (key + chunk_keys) / chunk, rounded down, is
 // (position + chunk_rows) / chunk, of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
 // kept counts for nothing, whatever it holds. Where there is a score function it stands in the place of the scaled
-// product, and reads `captured`. A sink is one more score of every row, whose value is zero.
+// product, and reads `captured`. What is looked up is added, times its factor. A sink is one more score of every row,
+// whose value is zero.
 //
 // Where it `replaces`, a key that is not kept counts with the score `fill`, and there are no bounds. With a `seed` each
 // weight is dropped with the probability `dropout`, and the others are divided by what is left of 1 (`dropout.hpp`).
 //
 // With `offsets`, a segment of rows lies behind the other: B is 1, L and S count all rows, and segment b is the rows, of
 // queries, keys and values, from offsets[b] to offsets[b + 1], each of which sees its own segment alone. A row's position,
-// and a key's, is that in its segment; so are those of `bias` and `captured`, whose first dimension is the segment.
+// and a key's, is that in its segment; so are those of `bias`, `captured` and `lookups`, whose first dimension is the segment.
 // `keep` lies as the keys do, (1, H, 1, S), or is of all rows and positions in their segments, (1, H, L, most). No sink for
 // each row, and no gradients of `bias` and `captured`.
 struct Args {
   Operand q, k, v, keep, bias;
   Operand sink;                  // (B, H, L, 1), float32
   Operand captured[CAPTURED];    // (B, H, L, S), float32: what a score function reads beside the product
+  Lookup lookups[LOOKUPS];       // without data from the first that is not there; no backward has any
   void* out;  // or null where the log-sum-exp is all that is wanted
   i64 out_stride[4];
   float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials, without a sink; or null

@@ -41,7 +41,10 @@ GIVEN = (
     "Tensor[]? captured=None, str score='', str fully_masked='nan'"
 )
 """What the schemas of all the kernel's operators have in common."""
-_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None)"
+LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
+"""What is looked up and added to scores, in inference."""
+MOST_LOOKUPS = 4  # `LOOKUPS` of `common.hpp`
+_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {LOOKED_UP})"
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -51,6 +54,18 @@ class Operand(ctypes.Structure):
     """``Operand`` of `common.hpp`, and ``Output``."""
 
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+
+
+class _Lookup(ctypes.Structure):
+    """``Lookup`` of `common.hpp`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("stride", ctypes.c_int64 * 5),
+        ("place", Operand),
+        ("factor", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+    )
 
 
 class _PerBatch(ctypes.Structure):
@@ -63,6 +78,7 @@ class Args(ctypes.Structure):
     _fields_ = (
         *((name, Operand) for name in ("q", "k", "v", "keep", "bias", "sink")),
         ("captured", Operand * MOST_CAPTURED),
+        ("lookups", _Lookup * MOST_LOOKUPS),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64 * 4),
         ("lse", ctypes.c_void_p),
@@ -92,6 +108,19 @@ def operand(tensor: Tensor | None, shape: Sequence[int]) -> Operand:
 def _shape_of(tensor: Tensor | None, scores: Sequence[int], offsets: Tensor | None) -> Sequence[int]:
     """The shape that a tensor over the scores is seen in; beside packed rows its own, whose ones are broadcast."""
     return scores if tensor is None or offsets is None else tensor.shape
+
+
+def _lookups(
+    scores: Sequence[int], tables: Sequence[Tensor], places: Sequence[Tensor], factors: Sequence[Tensor], packed: bool
+) -> Any:
+    rows = []
+    for table, place, factor in zip(tables, places, factors, strict=True):
+        table = table if packed else table.expand(*scores, table.size(-1))
+        strides = [0 if size == 1 else stride for size, stride in zip(table.shape, table.stride())]
+        seen = operand(place, place.shape if packed else scores)
+        numbers = (ctypes.c_int64 * 5)(*strides)
+        rows.append(_Lookup(table.data_ptr(), numbers, seen, factor.data_ptr(), _TYPES[table.dtype]))
+    return (_Lookup * MOST_LOOKUPS)(*rows)
 
 
 def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
@@ -129,6 +158,9 @@ def arguments(
     fill: float | None = None,
     seed: Tensor | None = None,
     dropout: float = 0.0,
+    tables: Sequence[Tensor] | None = None,
+    places: Sequence[Tensor] | None = None,
+    factors: Sequence[Tensor] | None = None,
     **bounds: Any,
 ) -> Args:
     """What `attention` takes as the kernel takes it, without results."""
@@ -145,6 +177,7 @@ def arguments(
         bias=operand(bias, _shape_of(bias, scores, offsets)),
         sink=operand(sink, (*scores[:3], 1)),
         captured=(Operand * MOST_CAPTURED)(*(operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
+        lookups=_lookups(scores, tables or (), places or (), factors or (), packed=offsets is not None),
         B=batch,
         H=heads,
         HK=key.size(1),
@@ -210,12 +243,16 @@ def attention(
         ends: (B,) or (1,), int64: one past the last.
         offsets: (N + 1,), int64, rising from 0 to L: packed rows. B is 1 and S is L; segment ``n`` is the rows, of
             queries and keys, from ``offsets[n]`` to ``offsets[n + 1]``, and sees itself alone. Positions count from a
-            segment's first row; ``bias`` and ``captured``, of four dimensions, are read at (n, head, position of the
-            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L), or
-            (1, 1 or H, L, M), read at (row, position of the key) and M the most rows that a segment has. With gradients
+            segment's first row; ``bias``, ``captured`` and ``places``, of four dimensions, and ``tables``, of five, are
+            read at (n, head, position of the query, position of the key), ``starts``, ``ends`` and ``shift`` at n;
+            ``keep`` is (1, 1 or H, 1, L), or (1, 1 or H, L, M), read at (row, position of the key) and M the most rows that a segment has. With gradients
             ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
+        tables: up to four tensors in float32 or half precision, broadcastable to (B, H, L, S, M): for each row and key
+            one of the M numbers is added to the score. In inference alone. Numbers of a table mask nothing.
+        places: for each table which number, from 0 to M - 1: int32, broadcastable to (B, H, L, S).
+        factors: for each table what the number is multiplied with: float32, of one element.
         sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).
         captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
         score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
@@ -283,6 +320,9 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
         "bias": tuple(ELEMENTS),
         "sink": (torch.float32,),
         "captured": (torch.float32,),
+        "tables": tuple(ELEMENTS),
+        "places": (torch.int32,),
+        "factors": (torch.float32,),
         "seed": (torch.int64,),
         **dict.fromkeys(BOUNDS, (torch.int64,)),
     }
@@ -291,6 +331,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
             if x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
     _check_sizes(query, key, value)
+    _check_lookups(*(optional.get(name) or () for name in ("tables", "places", "factors")))
     if any(int(n) >= len(optional.get("captured") or ()) for n in captured_in(optional.get("score") or "")):
         raise ValueError("the score function reads a captured tensor that is not given")
     bounded = [name for name in (*NUMBERS, *BOUNDS) if optional.get(name) is not None]
@@ -301,6 +342,16 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
         raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {optional.get('seed')}")
     if dropout and optional.get("fully_masked") == "mean":
         raise ValueError("with dropout a fully masked row is 'nan' or 'zero'; for the mean of what is left give a fill")
+
+
+def _check_lookups(tables: Sequence[Tensor], places: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    if not len(tables) == len(places) == len(factors) <= MOST_LOOKUPS:
+        counts = f"{len(tables)} tables, {len(places)} places, {len(factors)} factors"
+        raise ValueError(f"a table has places and a factor, and there are {MOST_LOOKUPS} at most; got {counts}")
+    if any(x.dim() != 5 for x in tables) or any(x.dim() != 4 for x in places):
+        raise ValueError("a table has the dimensions (batch, heads, rows, keys, numbers), its places the first four")
+    if any(x.dim() > 1 for x in factors):
+        raise ValueError("a factor is one number")
 
 
 def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -320,13 +371,22 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"{heads} heads of the query are no multiple of {kv_heads} of the keys")
 
 
+def _check_places(optional: Mapping[str, Any]) -> None:
+    """Of a call in eager mode; in a compiled graph the places are proved to be those of a table."""
+    for table, place in zip(optional.get("tables") or (), optional.get("places") or ()):
+        if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < table.size(-1):
+            raise IndexError(f"a place is none of the table's {table.size(-1)} numbers")
+
+
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
     check(query, key, value, optional)
+    _check_places(optional)
     return attention(query, key, value, scale, **optional)
 
 
 def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:
     check(query, key, value, optional)
+    _check_places(optional)
     lse = lse_like(query)
     return attention(query, key, value, scale, lse=lse, **optional), lse
 

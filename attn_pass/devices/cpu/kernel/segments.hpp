@@ -22,6 +22,10 @@ template <class T> Args segment_of(const Args& whole, const Segment& s, int thre
   moved(a.bias.data, (s.number * a.bias.stride[0] + s.head * a.bias.stride[1]) * of_bias);
   moved(a.sink.data, s.head * a.sink.stride[1] * 4);
   for (Operand& x : a.captured) moved(x.data, (s.number * x.stride[0] + s.head * x.stride[1]) * 4);
+  for (Lookup& x : a.lookups) {
+    moved(x.data, (s.number * x.stride[0] + s.head * x.stride[1]) * (x.type == FLOAT32 ? 4 : 2));
+    moved(x.place.data, (s.number * x.place.stride[0] + s.head * x.place.stride[1]) * 4);
+  }
   for (PerBatch* x : {&a.shift, &a.starts, &a.ends}) moved(x->data, s.number * x->stride * 8);
   for (void** x : {&a.out, &a.rest}) moved(*x, (s.first * a.out_stride[2] + s.head * a.out_stride[1]) * size);
   moved(a.lse, (s.head * a.rows + s.first) * 4);

@@ -28,6 +28,7 @@ _COMMON_FILES = (
     "columns.hpp",
     "packing.hpp",
     "kept.hpp",
+    "lookups.hpp",
     "tiles.hpp",
     "many.hpp",
     "segments.hpp",

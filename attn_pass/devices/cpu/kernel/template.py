@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import getitem
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 
 from attn_pass.compat import guessed_sizes
 from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
-from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
+from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, MOST_LOOKUPS, NUMBERS, OPERATOR, WITH_LSE
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import (
     ELEMENTS,
@@ -153,6 +153,7 @@ class Filled:
                 shape = operands[name].get_size() if has_own_shape else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")
+        lines += self._lookups(args, scores, packed=packed)
         for name in BOUNDS:
             if name in operands:
                 (stride,) = strides_in(operands[name], (borders if name == "offsets" else per_batch,))
@@ -164,6 +165,20 @@ class Filled:
         if "seed" in operands:
             lines.append(f"{args}.seed = {self.pointer('seed')};")
         return lines
+
+    def _lookups(self, args: str, scores: Sequence[Any], *, packed: bool) -> Iterator[str]:
+        operands = self.template.operands
+        for n in range(MOST_LOOKUPS):
+            if f"tables[{n}]" not in operands:
+                return
+            table, place = operands[f"tables[{n}]"], operands[f"places[{n}]"]
+            numbers = table.get_size()[4]
+            of_table = strides_in(table, table.get_size() if packed else (*scores, numbers))
+            of_place = strides_in(place, place.get_size() if packed else scores)
+            data, where, factor = (self.pointer(f"{name}[{n}]") for name in ("tables", "places", "factors"))
+            strides, others = (", ".join(map(self.number, x)) for x in (of_table, of_place))
+            factor, kind = f"reinterpret_cast<const float*>({factor})", list(ELEMENTS).index(table.get_dtype())
+            yield f"{args}.lookups[{n}] = {{{data}, {{{strides}}}, {{{where}, {{{others}}}}}, {factor}, {kind}}};"
 
     def results(self) -> list[str]:
         """Where the kernel writes to."""
@@ -290,7 +305,8 @@ def operands_of(q: Any, k: Any, v: Any, optional: dict[str, Any]) -> dict[str, A
     }
     if optional.get("seed") is not None and optional["dropout"]:
         there["seed"] = optional["seed"]
-    there |= {f"captured[{n}]": x for n, x in enumerate(optional.get("captured") or ())}
+    for names in ("captured", "tables", "places", "factors"):
+        there |= {f"{names}[{n}]": x for n, x in enumerate(optional.get(names) or ())}
     return {name: laid_out(x) for name, x in there.items()}
 
 

@@ -10,7 +10,7 @@ ATTN_INLINE Scale scale_of(const Args& a) {
   const float scale2 = a.scale * LOG2E;
   // The largest score decides what is taken off: a negative factor would turn them round, and 0 times -inf is NaN.
   if (a.has_score) return {1.0f, LOG2E, false};
-  if (a.bias.data || a.replaces || !(scale2 > 0)) return {a.scale, LOG2E, false};
+  if (a.bias.data || a.lookups[0].data || a.replaces || !(scale2 > 0)) return {a.scale, LOG2E, false};
   return {1.0f, scale2, true};
 }
 
@@ -74,6 +74,8 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
   const vec by = Isa::set1(scale.before), fill = Isa::set1(a.fill);
   const u64 kept = a.replaces ? kept_by_tensor(a, row, key) : 0;
+  float looked_up[PANEL];
+  if (a.lookups[0].data) look_up(a, row, a.replaces ? kept : word, key, looked_up);
   for (int n = 0; n < there; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
@@ -84,6 +86,7 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
 #else
       x = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
 #endif
+      if (a.lookups[0].data) x = Isa::add(x, Isa::load(looked_up + n));
       if (a.replaces) x = Isa::keep(u32(kept >> n), x, fill);
     }
     x = Isa::keep(u32(word >> n), x, lowest);
@@ -165,7 +168,8 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
   const bool done = full && scale.as_they_are;
   score_strip<T>(q, ldq, columns, keys, there, count, done, s, ld, top, next);
   if (done) return;
-  if (full && a.bias.data && a.bias.stride[3] == 1 && key + there <= a.S && !a.has_score && !a.replaces)
+  const bool biased_only = a.bias.data && !a.lookups[0].data && !a.has_score && !a.replaces;
+  if (full && biased_only && a.bias.stride[3] == 1 && key + there <= a.S)
     return add_biases(a, scale.before, rows, count, key, there, s, ld, top);
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
