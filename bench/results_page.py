@@ -35,11 +35,10 @@ class Run:
 
 
 RUNS = (
-    Run("seeds-cpu", "the five field reports, before the CPU kernel"),
-    Run("seeds-s4-cpu", "field report S4, with the CPU kernel"),
+    Run("seeds-cpu", "the five field reports"),
     Run("variants-cpu", "masks and score functions by hand"),
-    Run("forms-cpu", "common forms, by hand and as calls, before the CPU kernel"),
-    Run("cases-cpu", "collected cases that must be fast, before the CPU kernel"),
+    Run("forms-cpu", "common forms, by hand and as calls"),
+    Run("cases-cpu", "collected cases that must be fast"),
     Run("peers-cpu", "whole models in float32, frozen or not, as packages too, and in other systems"),
     Run("peers-cpu-bf16", "the same in bfloat16"),
     Run(
@@ -73,7 +72,7 @@ OTHERS = (
     ("breakdown-cpu.md", "where the time of six whole models goes, in other systems as well"),
     ("mask-cost.md", "the CPU kernel with a mask that hides nothing: what reading it costs"),
     ("padding-cpu-full.md", "BERT without any padding, four layers of twelve, on a processor with AMX"),
-    ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer, on a processor with AMX"),
+    ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer"),
     ("training-cpu.md", "training steps"),
     ("steps-cpu.md", "whole training steps with the optimizer"),
     ("census.md", "how much of the attention of 418 models is found and rewritten"),
@@ -122,8 +121,8 @@ def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
         made += [
-            ("speed-up", "Field report S5, before the CPU kernel: speedup over the sequence length"),
-            ("memory", "Field report S5, before the CPU kernel: memory of one call"),
+            ("speed-up", "Field report S5: speedup over the sequence length"),
+            ("memory", "Field report S5: memory of one call"),
         ]
     roofs = [documents[name] for name in ("variants-cpu", "seeds-cpu", "forms-cpu") if name in documents]
     measured = [each for each in roofs if each.run.get("device") == roofs[0].run.get("device")]  # under one roof

@@ -29,14 +29,14 @@ class Measured:
 ROWS = (
     Measured(
         "one query per row, keys and values shared by 1000 rows (pytorch#151287), AOTInductor",
-        "seeds-s4-cpu",
+        "seeds-cpu",
         "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), float32",
         "AOTInductor",
         "one query, shared keys (pytorch#151287)",
     ),
     Measured(
         "the same with bfloat16 autocast",
-        "seeds-s4-cpu",
+        "seeds-cpu",
         "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), bfloat16 autocast",
         "AOTInductor",
         "the same, bfloat16 autocast",
@@ -61,7 +61,7 @@ ROWS = (
         }.items()
     ),
 )
-COMMANDS = {"seeds-s4-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
+COMMANDS = {"seeds-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
             "training-cpu": "python -m bench training", "peers-cpu": "python -m bench peers",
             "peers-cpu-bf16": "python -m bench peers --only bfloat16"}  # fmt: skip
 

@@ -245,8 +245,8 @@ def attention(
             queries and keys, from ``offsets[n]`` to ``offsets[n + 1]``, and sees itself alone. Positions count from a
             segment's first row; ``bias``, ``captured`` and ``places``, of four dimensions, and ``tables``, of five, are
             read at (n, head, position of the query, position of the key), ``starts``, ``ends`` and ``shift`` at n;
-            ``keep`` is (1, 1 or H, 1, L), or (1, 1 or H, L, M), read at (row, position of the key) and M the most rows that a segment has. With gradients
-            ``bias`` and ``captured`` have none.
+            ``keep`` is (1, 1 or H, 1, L), or (1, 1 or H, L, M), read at (row, position of the key) and M the most rows
+            that a segment has. With gradients ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
         tables: up to four tensors in float32 or half precision, broadcastable to (B, H, L, S, M): for each row and key
