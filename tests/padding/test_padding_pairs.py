@@ -16,7 +16,14 @@ from attn_pass.devices.cpu.kernel import build
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 D, SPAN = E // H, 8
-INDEX = (torch.arange(L)[:, None] - torch.arange(L)).clamp(-SPAN, SPAN - 1) + SPAN
+
+
+def distances() -> Tensor:
+    """Where each pair is in a table of distances, as a program computes it: proved to be there."""
+    return (torch.arange(L)[:, None] - torch.arange(L) + SPAN).clamp(0, 2 * SPAN - 1)
+
+
+INDEX = distances()
 
 
 def of_pairs(mask: Tensor) -> Tensor:
@@ -26,7 +33,10 @@ def of_pairs(mask: Tensor) -> Tensor:
 
 
 class Disentangled(nn.Module):
-    """DeBERTa's attention: content to position, and position to content, beside the product of queries and keys."""
+    """DeBERTa's attention: content to position, and position to content, beside the product of queries and keys.
+
+    Of an ``input`` to the program nothing is proved, so the bias is a matrix.
+    """
 
     def __init__(self, terms: str = "c2p p2c") -> None:
         super().__init__()
@@ -39,7 +49,7 @@ class Disentangled(nn.Module):
     def scores(self, q: Tensor, k: Tensor, table: Tensor) -> Tensor:
         scale = torch.sqrt(torch.tensor(D, dtype=torch.float) * 3)
         scores, more = torch.bmm(q, k.transpose(-1, -2) / scale.to(dtype=q.dtype)), 0
-        index = INDEX[None].expand(q.size(0), L, L)
+        index = (INDEX if "input" in self.terms else distances())[None].expand(q.size(0), L, L)
         if "c2p" in self.terms:
             positions = self.heads(self.qkv[1](table[None])).repeat(q.size(0) // H, 1, 1)
             to_position = torch.gather(torch.bmm(q, positions.transpose(-1, -2)), dim=-1, index=index)
@@ -157,7 +167,7 @@ def test_a_mask_that_all_sequences_share_tells_nothing_of_padding() -> None:
 # ---------------------------------------------------------------- scores that are made of rows
 
 
-@pytest.mark.parametrize("terms", ["c2p p2c", "c2p", "p2c"])
+@pytest.mark.parametrize("terms", ["c2p p2c", "c2p", "p2c", "c2p p2c of an input", "p2c of an input"])
 @pytest.mark.parametrize("after", [first, tokens])
 def test_an_encoder_with_disentangled_attention(terms: str, after: Callable[..., Any]) -> None:
     region = packed(Deberta(after, terms), masks())

@@ -42,6 +42,12 @@ class _Gather(NamedTuple):
     place: Node
 
 
+class _Term(NamedTuple):
+    number: Load
+    factor: Expr
+    casts: tuple[torch.dtype, ...]  # what the number is rounded to on its way to the scores
+
+
 class _NotLookedUpError(Exception):
     """What is added is something else."""
 
@@ -52,44 +58,55 @@ def looked_up(lower: Lowering) -> dict[str, object] | None:
     if bias is None or a.score_dtype == torch.float64:
         return None
     try:
-        terms = list(_terms(bias, Const(1.0)))
-        if len(terms) > _MOST or any(not a.sources[load.source].of_products for load, _ in terms):
+        terms = list(_terms(bias, _Term(Load(0, ()), Const(1.0), ())))
+        if len(terms) > _MOST or any(not a.sources[term.number.source].of_products for term in terms):
             return None
-        gathers = [_gather(lower.nodes[load.source], lower.plan) for load, _ in terms]
+        if any(
+            _rounds(cast, a.sources[term.number.source].dtype, a.score_dtype) for term in terms for cast in term.casts
+        ):
+            return None
+        gathers = [_gather(lower.nodes[term.number.source], lower.plan) for term in terms]
     except _NotLookedUpError:
         return None
-    read = [_operands(lower, load, gather) for (load, _), gather in zip(terms, gathers)]
+    read = [_operands(lower, term.number, gather) for term, gather in zip(terms, gathers)]
     return {
         "tables": [table for table, _ in read],
         "places": [place for _, place in read],
-        "factors": [_in_float32(lower, factor) for _, factor in terms],
+        "factors": [_in_float32(lower, term.factor) for term in terms],
     }
 
 
-def _terms(bias: Expr, factor: Expr) -> Iterator[tuple[Load, Expr]]:
+def _rounds(cast: torch.dtype, table: torch.dtype, scores: torch.dtype) -> bool:
+    """Whether a cast takes something of a number that the program's scores could hold."""
+    known = cast in (torch.float64, *ELEMENTS)
+    return not known or cast not in (torch.promote_types(cast, table), torch.promote_types(cast, scores))
+
+
+def _terms(bias: Expr, term: _Term) -> Iterator[_Term]:
     """What is looked up, and what it is multiplied with.
 
     Raises:
         _NotLookedUpError: there is something else.
     """
     if isinstance(bias, Load) and bias.index != ():
-        yield bias, factor
+        yield term._replace(number=bias)
         return
     if not isinstance(bias, Apply):
         raise _NotLookedUpError
     first, *others = bias.args
+    negative = term._replace(factor=apply("neg", term.factor))
     if bias.op == "cast" and bias.dtype is not None and bias.dtype.is_floating_point:
-        yield from _terms(first, factor)
+        yield from _terms(first, term._replace(casts=(*term.casts, bias.dtype)))
     elif bias.op == "neg":
-        yield from _terms(first, apply("neg", factor))
+        yield from _terms(first, negative)
     elif bias.op in ("add", "sub"):
-        yield from _terms(first, factor)
-        yield from _terms(others[0], factor if bias.op == "add" else apply("neg", factor))
+        yield from _terms(first, term)
+        yield from _terms(others[0], term if bias.op == "add" else negative)
     elif bias.op == "mul" and any(map(_is_number, bias.args)):
         number, rest = (first, others[0]) if _is_number(first) else (others[0], first)
-        yield from _terms(rest, apply("mul", factor, _wide(number)))
+        yield from _terms(rest, term._replace(factor=apply("mul", term.factor, _wide(number))))
     elif bias.op == "div" and _is_number(others[0]):
-        yield from _terms(first, _divided(factor, others[0]))
+        yield from _terms(first, term._replace(factor=_divided(term.factor, others[0])))
     else:
         raise _NotLookedUpError
 
@@ -143,12 +160,18 @@ def _is_within(place: Node, numbers: object, plan: Plan) -> bool:
             low, high = call.get("min"), call.get("max")
             if type(low) is not int or type(high) is not int or type(numbers) is not int:
                 return False
-            return low >= 0 and high < numbers
+            return low >= 0 and 0 <= high < numbers
         source = call.args.get("input")
-        if call.op not in (*VIEWS, "copy") or not isinstance(source, Node):
+        if call.op not in (*VIEWS, "copy") or not isinstance(source, Node) or not _has_its_numbers(place, source):
             return False
         place = source
     return False
+
+
+def _has_its_numbers(view: Node, source: Node) -> bool:
+    """Whether a view shows numbers as they are: one in another dtype reads their bits as something else."""
+    after, before = tensor_value(view), tensor_value(source)
+    return after is not None and before is not None and after.dtype == before.dtype
 
 
 def _operands(lower: Lowering, load: Load, gather: _Gather) -> tuple[Value, Value]:

@@ -103,7 +103,18 @@ def written_to(distance: Tensor) -> Tensor:
     return place
 
 
-@pytest.mark.parametrize("place", [unclamped, too_far, below, written_to], ids=lambda f: f.__name__)
+def of_bits(distance: Tensor) -> Tensor:
+    return torch.clamp(distance.double(), 0, 15).view(torch.int64) % (2 * SPAN)
+
+
+def above_its_maximum(distance: Tensor) -> Tensor:
+    """With a minimum above the maximum all of a clamp is the maximum."""
+    return torch.clamp(distance, 5, -1) + 1
+
+
+@pytest.mark.parametrize(
+    "place", [unclamped, too_far, below, written_to, of_bits, above_its_maximum], ids=lambda f: f.__name__
+)
 def test_a_place_that_is_not_proved_to_be_in_the_table(place: Place) -> None:
     def program(q: Tensor, k: Tensor, *operands: Tensor) -> Tensor:
         return disentangled(q, k, *operands, places=both(q.size(2), k.size(2), place))
@@ -131,6 +142,18 @@ def test_a_table_beside_something_else_that_is_added() -> None:
         return (q @ k.mT / 8 + looked_up + more).softmax(-1) @ v
 
     operands = [*inputs(masked=False), randn(1, 4, 33, 70)]
+    assert "tables" not in given(program, *operands)
+    on_kernel(program, *operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_numbers_that_are_rounded_on_their_way_stay_rounded(dtype: torch.dtype) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        place = clamped(torch.arange(q.size(2))[:, None] - torch.arange(k.size(2)))
+        looked_up = torch.gather(q @ positions.mT, -1, place.expand(2, 4, -1, -1))
+        return (q @ k.mT / 8 + looked_up.to(dtype).float()).softmax(-1) @ v
+
+    operands = inputs(masked=False)
     assert "tables" not in given(program, *operands)
     on_kernel(program, *operands)
 
