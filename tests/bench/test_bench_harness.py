@@ -525,7 +525,7 @@ def test_the_page_shows_every_picture_that_the_runs_allow(tmp_path: Path) -> Non
         assert f"pictures/{name}.png" in text
         for kind in plots.FORMATS:
             assert (tmp_path / "pictures" / f"{name}.{kind}").stat().st_size > 5000
-    assert "| [the five field reports, before the CPU kernel](seeds-cpu.md) | 5 | 1.50 |" in text
+    assert "| [the five field reports](seeds-cpu.md) | 5 | 1.50 |" in text
 
 
 def test_a_folder_without_runs_makes_an_empty_page(tmp_path: Path) -> None:

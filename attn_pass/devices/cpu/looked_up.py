@@ -16,23 +16,24 @@ of the places proves that they are in the table.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.cpu.kernel.scores import MOST_LOOKUPS
 from attn_pass.devices.cpu.kernel.source import ELEMENTS
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.graph.names import torch_name
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, walk
 from attn_pass.model.index import Axis, Index, axis_index
-from attn_pass.model.views import view_steps
+from attn_pass.model.views import NoView, view_steps
 from attn_pass.reading.views import VIEWS
 from attn_pass.reading.vocabulary import understand
 from attn_pass.targets.lower import Lowering
 
-_MOST = 4  # `MOST_LOOKUPS` of the operator
 _STEPS = 40  # on the way from a place to its clamp
 
 
@@ -42,7 +43,8 @@ class _Gather(NamedTuple):
     place: Node
 
 
-class _Term(NamedTuple):
+@dataclass(frozen=True)
+class _Term:
     number: Load
     factor: Expr
     casts: tuple[torch.dtype, ...]  # what the number is rounded to on its way to the scores
@@ -59,16 +61,15 @@ def looked_up(lower: Lowering) -> dict[str, object] | None:
         return None
     try:
         terms = list(_terms(bias, _Term(Load(0, ()), Const(1.0), ())))
-        if len(terms) > _MOST or any(not a.sources[term.number.source].of_products for term in terms):
+        sources = [a.sources[term.number.source] for term in terms]
+        if len(terms) > MOST_LOOKUPS or not all(source.of_products for source in sources):
             return None
-        if any(
-            _rounds(cast, a.sources[term.number.source].dtype, a.score_dtype) for term in terms for cast in term.casts
-        ):
+        if any(_rounds(c, s.dtype, a.score_dtype) for term, s in zip(terms, sources) for c in term.casts):
             return None
         gathers = [_gather(lower.nodes[term.number.source], lower.plan) for term in terms]
-    except _NotLookedUpError:
+        read = [_operands(lower, term.number, gather) for term, gather in zip(terms, gathers)]
+    except (NoView, _NotLookedUpError):
         return None
-    read = [_operands(lower, term.number, gather) for term, gather in zip(terms, gathers)]
     return {
         "tables": [table for table, _ in read],
         "places": [place for _, place in read],
@@ -89,14 +90,14 @@ def _terms(bias: Expr, term: _Term) -> Iterator[_Term]:
         _NotLookedUpError: there is something else.
     """
     if isinstance(bias, Load) and bias.index != ():
-        yield term._replace(number=bias)
+        yield replace(term, number=bias)
         return
     if not isinstance(bias, Apply):
         raise _NotLookedUpError
     first, *others = bias.args
-    negative = term._replace(factor=apply("neg", term.factor))
+    negative = replace(term, factor=apply("neg", term.factor))
     if bias.op == "cast" and bias.dtype is not None and bias.dtype.is_floating_point:
-        yield from _terms(first, term._replace(casts=(*term.casts, bias.dtype)))
+        yield from _terms(first, replace(term, casts=(*term.casts, bias.dtype)))
     elif bias.op == "neg":
         yield from _terms(first, negative)
     elif bias.op in ("add", "sub"):
@@ -104,9 +105,9 @@ def _terms(bias: Expr, term: _Term) -> Iterator[_Term]:
         yield from _terms(others[0], term if bias.op == "add" else negative)
     elif bias.op == "mul" and any(map(_is_number, bias.args)):
         number, rest = (first, others[0]) if _is_number(first) else (others[0], first)
-        yield from _terms(rest, term._replace(factor=apply("mul", term.factor, _wide(number))))
+        yield from _terms(rest, replace(term, factor=apply("mul", term.factor, _wide(number))))
     elif bias.op == "div" and _is_number(others[0]):
-        yield from _terms(first, term._replace(factor=_divided(term.factor, others[0])))
+        yield from _terms(first, replace(term, factor=_divided(term.factor, others[0])))
     else:
         raise _NotLookedUpError
 

@@ -39,7 +39,7 @@ def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, len
 def lookups(rng: random.Random, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, list[Any]]:
     """Tables and places over scores of a shape, each of which may be broadcast, and keys that may lie apart."""
     given: dict[str, list[Any]] = {"tables": [], "places": [], "factors": []}
-    for _ in range(rng.randint(1, operator.MOST_LOOKUPS)):
+    for _ in range(rng.randint(1, scores.MOST_LOOKUPS)):
         numbers = rng.choice((1, 7, 40))
         table, place = ([rng.choice((1, n)) for n in shape] for _ in range(2))
         made = torch.randn(*table, numbers + 2)[..., 1 : numbers + 1]

@@ -12,7 +12,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from attn_pass.devices.cpu.kernel.build import entry
-from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, MOST_LOOKUPS
 from attn_pass.devices.cpu.kernel.slopes import captured_in
 from attn_pass.devices.cpu.kernel.source import ELEMENTS
 
@@ -43,7 +43,6 @@ GIVEN = (
 """What the schemas of all the kernel's operators have in common."""
 LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
 """What is looked up and added to scores, in inference."""
-MOST_LOOKUPS = 4  # `LOOKUPS` of `common.hpp`
 _ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {LOOKED_UP})"
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

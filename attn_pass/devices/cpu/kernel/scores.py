@@ -10,7 +10,7 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, contains_dot
 from attn_pass.model.operations import OPERATIONS
 
 FUNCTIONS = frozenset(row.cpp for row in OPERATIONS.values() if row.cpp)
-MOST_CAPTURED = 8  # `CAPTURED` of `common.hpp`
+MOST_CAPTURED, MOST_LOOKUPS = 8, 4  # `CAPTURED` and `LOOKUPS` of `common.hpp`
 
 
 def written(score: Expr, captured: Callable[[Expr], int]) -> str:

@@ -25,8 +25,8 @@ from torch._inductor.virtualized import V
 
 from attn_pass.compat import guessed_sizes
 from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
-from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, MOST_LOOKUPS, NUMBERS, OPERATOR, WITH_LSE
-from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, MOST_LOOKUPS
 from attn_pass.devices.cpu.kernel.source import (
     ELEMENTS,
     InstructionSet,
