@@ -1,8 +1,7 @@
 """Tests the fuzzer: injects faults into a copy of the package, one at a time, and counts the programs until it is
 caught.
 
-``python tests/fuzz/fuzz_faults.py [NAME ..]`` runs the programs of `test_fuzz`, and as many more, on each: a fault that
-is missed takes minutes.
+``python tests/fuzz/fuzz_faults.py [NAME ..]`` runs the programs of `test_fuzz` on each; minutes a fault that is missed.
 """
 
 from __future__ import annotations

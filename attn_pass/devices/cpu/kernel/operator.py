@@ -41,9 +41,9 @@ GIVEN = (
     "Tensor[]? captured=None, str score='', str fully_masked='nan'"
 )
 """What the schemas of all the kernel's operators have in common."""
-LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
+_LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
 """What is looked up and added to scores, in inference."""
-_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {LOOKED_UP})"
+_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {_LOOKED_UP})"
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -100,8 +100,12 @@ def operand(tensor: Tensor | None, shape: Sequence[int]) -> Operand:
     if tensor is None:
         return Operand(None, (ctypes.c_int64 * 4)())
     tensor = tensor.expand(shape)
-    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
+    return Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*_strides(tensor)))
+
+
+def _strides(tensor: Tensor) -> Iterator[int]:
+    """Of a tensor that was expanded: 0 where there is one element."""
+    return (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _shape_of(tensor: Tensor | None, scores: Sequence[int], offsets: Tensor | None) -> Sequence[int]:
@@ -115,10 +119,9 @@ def _lookups(
     rows = []
     for table, place, factor in zip(tables, places, factors, strict=True):
         table = table if packed else table.expand(*scores, table.size(-1))
-        strides = [0 if size == 1 else stride for size, stride in zip(table.shape, table.stride())]
+        strides = (ctypes.c_int64 * 5)(*_strides(table))
         seen = operand(place, place.shape if packed else scores)
-        numbers = (ctypes.c_int64 * 5)(*strides)
-        rows.append(_Lookup(table.data_ptr(), numbers, seen, factor.data_ptr(), _TYPES[table.dtype]))
+        rows.append(_Lookup(table.data_ptr(), strides, seen, factor.data_ptr(), _TYPES[table.dtype]))
     return (_Lookup * MOST_LOOKUPS)(*rows)
 
 
