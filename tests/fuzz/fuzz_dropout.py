@@ -30,11 +30,12 @@ class SameKeys(TorchFunctionMode):
 
     A weight that is dropped, and then times its value, is the weight times a value that is dropped. ``first`` is how
     many keys lie before those that the kernel is given: where a mask keeps a range of keys it may get these alone.
+    ``axis`` is that of the keys in the weights that eager drops some of.
     """
 
-    def __init__(self, first: int = 0) -> None:
+    def __init__(self, first: int = 0, axis: int = -1) -> None:
         super().__init__()
-        self.first = first
+        self.first, self.axis = first, axis
         self.most, self.fewest = 0, 1 << 30  # keys of a row in eager, and of a call
 
     def __torch_function__(
@@ -61,8 +62,10 @@ class SameKeys(TorchFunctionMode):
         assert not inplace
         if not training or not p:
             return x
-        self.most = max(self.most, x.shape[-1])
-        return x * _left(x.shape[-1], p, x)
+        keys = x.shape[self.axis]
+        self.most = max(self.most, keys)
+        left = _left(keys, p, x)
+        return x * (left if self.axis == -1 else left[:, None])
 
 
 def _left(keys: int, probability: float, like: Tensor, first: int = 0) -> Tensor:

@@ -159,9 +159,10 @@ def _check_dropout(case: Case, run: Callable[..., Any], inputs: list[torch.Tenso
     faults = [fault for given in calls.made for fault in faults_of_call(given, case.grad, compare)]
     if faults:
         raise Wrong(_told(case, inputs, report, code, "\n".join(faults)))
+    axis = -2 if case.program.softmax.row == "queries" else -1  # of the keys, in weights that are transposed afterwards
     first = 0  # of the keys that the kernel is given, where a mask keeps a range of them
     while True:
-        with SameKeys(first) as same:
+        with SameKeys(first, axis) as same:
             try:
                 _compare(case, run, inputs, _eager(case, inputs), _exact(case, inputs), report, code, repeatable=True)
                 return

@@ -10,7 +10,7 @@ import philox
 import pytest
 import torch
 from fuzz_dropout import Calls, SameKeys
-from fuzz_program import Program
+from fuzz_program import Program, Step
 from fuzz_property import Wrong, check
 from fuzz_run import on_target, with_dropout
 from fuzz_strategy import Case
@@ -18,9 +18,12 @@ from torch import Tensor
 
 ROWS = Program(lead=(2, 2), q_len=5, kv_len=7, seed=3)
 CALL = Program(lead=(2, 2), q_len=5, kv_len=7, call=True, dropout=0.5)
+TRANSPOSED = Program(
+    lead=(2, 2), q_len=5, kv_len=5, seed=3, softmax=Step(row="queries"), times=Step(row="weights transposed")
+)
 
 
-@pytest.mark.parametrize("program", [ROWS, CALL], ids=["by hand", "a call"])
+@pytest.mark.parametrize("program", [ROWS, CALL, TRANSPOSED], ids=["by hand", "a call", "weights transposed"])
 @pytest.mark.parametrize("training", [False, True])
 def test_calls_with_dropout_are_made_and_compared(
     program: Program, training: bool, monkeypatch: pytest.MonkeyPatch
@@ -47,9 +50,9 @@ def test_a_call_that_drops_other_weights_is_wrong(monkeypatch: pytest.MonkeyPatc
         check(on_target("cpu_kernel", training=True)(Case(CALL)))
 
 
-@pytest.mark.parametrize("program", [ROWS, CALL], ids=["by hand", "a call"])
+@pytest.mark.parametrize("program", [ROWS, CALL, TRANSPOSED], ids=["by hand", "a call", "weights transposed"])
 def test_a_program_that_drops_other_weights_is_wrong(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_property, "SameKeys", lambda first: SameKeys(first + 1))
+    monkeypatch.setattr(fuzz_property, "SameKeys", lambda first, axis: SameKeys(first + 1, axis))
     with pytest.raises(Wrong, match="gradients"):
         check(on_target("cpu_kernel", training=True)(Case(program)))
 
