@@ -135,6 +135,7 @@ class Attention:
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
+    clamped: bool = False  # the program clamps scores from below to a number that masks, whatever made them lower
     needs_grad: bool = False
     not_affine: str = ""  # why the scores are not a scaled product with a bias and a mask; empty if they are
     modified: Expr = DOT  # what bias and mask apply to where they are not

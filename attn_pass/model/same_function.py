@@ -43,7 +43,7 @@ def is_same_function(one: Attention, other: Attention, sources: Mapping[int, int
 
 def _is_plain(a: Attention) -> bool:
     """Whether it is a scaled product with a mask, and nothing else."""
-    more = (a.not_affine, a.factors, a.result_factors, a.sink is not None, a.valid is not None, a.nan_guard)
+    more = (a.not_affine, a.factors, a.result_factors, a.sink is not None, a.valid is not None, a.nan_guard, a.clamped)
     return not any(more) and a.rescaled == 1.0
 
 

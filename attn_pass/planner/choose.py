@@ -16,7 +16,7 @@ from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import valid_range
 from attn_pass.report.units import duration
-from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets.base import CLAMP, FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
 from attn_pass.targets.registry import all_targets
@@ -180,10 +180,15 @@ def choose(
     return choice
 
 
+def _assumed(attention: Attention) -> tuple[str, ...]:
+    """What is assumed of the program's scores, whatever the form."""
+    return (*((NAN_GUARD,) if attention.nan_guard else ()), *((CLAMP,) if attention.clamped else ()))
+
+
 def _guard_refusal(attention: Attention, setting: Setting) -> str:
-    """Why a guard against NaN weights keeps a site as it is; empty where it does not, or where there is none."""
-    if attention.nan_guard and setting.numerics == "strict":
-        return f"numerics='strict': {NAN_GUARD}"
+    """Why a guard against NaN weights, or a clamp, keeps a site as it is; empty where it does not, or there is none."""
+    if setting.numerics == "strict" and (assumed := _assumed(attention)):
+        return f"numerics='strict': {assumed[0]}"
     if attention.nan_guard and may_be_infinite(attention.modified):
         return "a guard against NaN weights, beside scores that may become infinite"
     return ""
@@ -281,8 +286,7 @@ def _take(
         reason, gain = timed.in_words(offer), timed.gain(offer)
         margin = _MEASURED if timed.is_measured else margins.margin(offer, setting)
         if prefer == "first" or (prefer == "fused" and offer.fused) or gain > margin.times:
-            if attention.nan_guard:
-                offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
+            offer = replace(offer, assumptions=(*offer.assumptions, *_assumed(attention)))
             if not timed.is_measured:
                 reason += timed.held(margin) + margins.passed_over(cheapest, offer, setting)
             reason += f"; {offer.remark}" if offer.remark else ""

@@ -144,6 +144,7 @@ def _attention(
         dropout=parts.dropout,
         empty_row_is_nan=parts.empty_row_is_nan,
         nan_guard=parts.nan_guard,
+        clamped=scores.clamped,
         needs_grad=bool(value.requires_grad),
         not_affine="" if read.modified is None else read.modified.reason,
         modified=sources.expression(read.function),

@@ -55,6 +55,7 @@ class Scores:
 
     ``shift`` is added to all of it: the softmax does not see it, a choice between two forms of the scores does.
     ``sign_flipped``: what was added, of a size that is not known, was multiplied by a negative number with the scores.
+    ``clamped``: to at least a number that masks, which changes a score that is -inf by itself.
     ``rescaled``: what float16 scores were multiplied by since something was added that may mask; NaN for a tensor.
     ``earlier``: the same of what had been added before, and is part of the bias.
     """
@@ -65,6 +66,7 @@ class Scores:
     keep: Keep | None = None
     shift: float = 0.0
     sign_flipped: bool = False
+    clamped: bool = False
     rescaled: float = 1.0
     earlier: tuple[Earlier, ...] = ()
 
@@ -378,6 +380,7 @@ def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Sco
         yes,
         bias=apply("where", condition, yes.bias or zero, no.bias or zero),
         sign_flipped=yes.sign_flipped or no.sign_flipped,
+        clamped=yes.clamped or no.clamped,
         rescaled=by.pop() if len(by) == 1 else math.nan,
         earlier=yes.earlier + no.earlier,
     )
@@ -388,6 +391,7 @@ def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if not isinstance(bound, Const) or not is_masking(float(bound.value), dtype):
         raise NotAffine("the scores are clamped from below by something that is not a mask value")
     scores = normalise(inner, keys, dtype)
+    scores = replace(scores, clamped=scores.clamped or bound.value > NEGATIVE_INFINITY)
     if scores.keep is not None and scores.bias is None:
         return replace(scores, keep=replace(scores.keep, fill=max(scores.keep.fill, float(bound.value))))
     scores = _joined_anew(_without_keep(scores, dtype))

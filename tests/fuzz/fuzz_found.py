@@ -13,7 +13,7 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first twenty-five were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first twenty-six were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
     (
         "products of pieces of the weights are one product, and nobody saw what writes to their sum, in training",
@@ -27,6 +27,20 @@ FOUND: tuple[tuple[str, Case], ...] = (
                 result=(Step(row="written in part"),),
             ),
             grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
+    (
+        "scores that are clamped to a number that masks, of a single key that is -inf: what was assumed was not said",
+        Case(
+            Program(
+                lead=(),
+                kv_len=1,
+                dtype=torch.bfloat16,
+                key=(Step(row="last is no number"),),
+                score=(Step(row="mask: max", mask=Mask()),),
+                times=Step(row="twice"),
+            ),
             targets=("cpu_kernel",),
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from against_eager import FLEX_ON_CPU, randn, same
 from torch import Tensor
 
 import attn_pass
+from attn_pass.targets.base import CLAMP
 
 LOWEST = torch.finfo(torch.float32).min
 Change = Callable[[Tensor], Tensor]
@@ -398,3 +400,28 @@ def test_float16_scores_that_are_multiplied_after_they_were_masked_in_training(n
         return (lowered(q @ k.mT / 4) * number).softmax(-1) @ v
 
     same(fn, *qkv(dtype=torch.float16, grad=True), grad=True, rewritten=1, reference=False)
+
+
+# ---- clamps to a number that masks ----
+
+
+def clamped(q: Tensor, k: Tensor, v: Tensor, least: float, mask: Change = lambda s: s) -> Tensor:
+    """As OPT writes it, with and without a mask before."""
+    return attend(q, k, v, lambda s: torch.max(mask(s), torch.tensor(least)))
+
+
+def masked(s: Tensor) -> Tensor:
+    return s + torch.where(J <= I, 0.0, LOWEST)
+
+
+@pytest.mark.parametrize("mask", [masked, lambda s: s])
+def test_a_clamp_to_a_number_that_masks_is_assumed_to_serve_masked_keys(mask: Change) -> None:
+    (site,) = same(partial(clamped, least=LOWEST, mask=mask), *qkv(), rewritten=1).sites
+    assert CLAMP in site.assumptions
+    (site,) = same(partial(clamped, least=LOWEST, mask=mask), *qkv(), rewritten=0, numerics="strict").sites
+    assert CLAMP in site.reason
+
+
+def test_a_clamp_to_minus_infinity_changes_nothing_and_assumes_nothing() -> None:
+    (site,) = same(partial(clamped, least=-math.inf, mask=masked), *qkv(), rewritten=1).sites
+    assert CLAMP not in site.assumptions
