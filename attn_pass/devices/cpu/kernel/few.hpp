@@ -18,55 +18,50 @@ template <class T> ATTN_INLINE vec product(vec c, vec a, vec b) {
 }
 
 // Scores of MR rows and W / MR keys, keys as they lie: dot products, summed across lanes together; lane m W / MR + i is
-// of row m and key i. Of the columns every `turns`th from `turn` on is fetched for the keys ahead, so that the rows of a
-// panel share that work.
-template <class T, int MR>
-ATTN_INLINE vec dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 turn, i64 turns) {
-  constexpr int KEYS = W / MR;
+// of row m and key i. All of these keys are there, or `n` of them. Lines of the keys ahead are fetched in between.
+template <class T, int MR, bool ALL>
+ATTN_INLINE vec dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim) {
+  constexpr int KEYS = W / MR, STEP = W * T::PER_COLUMN, LINE = 64 / sizeof(*k);
   vec x[W], row[MR];
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) x[i] = Isa::zero();
-  const i64 whole = dim / (W * T::PER_COLUMN) * W;
-  for (i64 c = 0; c < whole; c += W) {
+  const auto add = [&](i64 c, auto fetch, const auto& load) ATTN_LAMBDA {
 #pragma GCC unroll 4
     for (int m = 0; m < MR; ++m) row[m] = Isa::load_bits(q + m * ldq + c);
-    if (n >= KEYS) {
-      constexpr i64 LINE = 64 / sizeof(*k);
-      const bool fetch = c * T::PER_COLUMN % LINE == 0 && c * T::PER_COLUMN / LINE % turns == turn;
+    const auto* at = k + c * T::PER_COLUMN;
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; ++i) {
-        const auto* at = k + i * stride + c * T::PER_COLUMN;
-        if (fetch) __builtin_prefetch(at + FETCH * stride, 0, 2);
-        const vec key = whole_columns<T>(at);
+    for (int i = 0; i < (ALL ? KEYS : n); ++i, at += stride) {
+      if constexpr (ALL && fetch) __builtin_prefetch(at + FETCH * stride, 0, 2);
+      const vec key = load(at);
 #pragma GCC unroll 4
-        for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], row[m], key);
-      }
-    } else {
-      for (int i = 0; i < n; ++i) {
-        const vec key = whole_columns<T>(k + i * stride + c * T::PER_COLUMN);
-        for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], row[m], key);
-      }
+      for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], row[m], key);
     }
+  };
+  const auto all = [](const auto* at) ATTN_LAMBDA { return whole_columns<T>(at); };
+  const i64 whole = dim / STEP * W;
+  i64 c = 0;
+  for (constexpr i64 COLUMNS = LINE / T::PER_COLUMN; c + COLUMNS <= whole; c += COLUMNS) {
+    add(c, Number<1>{}, all);  // the first vector of a line fetches it
+    for (i64 more = W; more < COLUMNS; more += W) add(c + more, Number<0>{}, all);
   }
-  if (whole < columns) {
-    const i64 at = whole * T::PER_COLUMN;
-    for (int i = 0; i < std::min<i64>(n, KEYS); ++i) {
-      const vec key = some_columns<T>(k + i * stride + at, dim - at);
-      for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], Isa::load_bits(q + m * ldq + whole), key);
-    }
-  }
+  for (; c < whole; c += W) add(c, Number<1>{}, all);
+  const i64 rest = dim - whole * T::PER_COLUMN;
+  if (rest) add(whole, Number<1>{}, [&](const auto* at) ATTN_LAMBDA { return some_columns<T>(at, rest); });
   return Isa::sums(x);
 }
 // Those of MR rows and all n keys of a panel.
 template <class T, int MR>
-ATTN_ONCE void all_dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 turn, i64 turns, float* s) {
+ATTN_ONCE void all_dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim, float* s) {
   constexpr int KEYS = W / MR;
-  for (i64 g = 0; g < n; g += KEYS) {
-    const vec c = dots<T, MR>(q, ldq, k + g * stride, stride, n - g, dim, columns, turn, turns);
+  const auto give = [&](i64 g, vec c) ATTN_LAMBDA {
+    if constexpr (MR == 1) return Isa::store(s + g, c);
     float lanes[W];
     Isa::store(lanes, c);
     for (int m = 0; m < MR; ++m) std::memcpy(s + m * PANEL + g, lanes + m * KEYS, KEYS * sizeof(float));
-  }
+  };
+  i64 g = 0;
+  for (; g + KEYS <= n; g += KEYS) give(g, dots<T, MR, true>(q, ldq, k + g * stride, stride, KEYS, dim));
+  if (g < n) give(g, dots<T, MR, false>(q, ldq, k + g * stride, stride, n - g, dim));
 }
 
 // Rows of weights times a panel's values, as they lie; NR vectors of columns, the last perhaps not whole. Of the values
@@ -224,11 +219,10 @@ template <class T> void part_task(const void* job, i64 task) {
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, there, rows + r,
                       std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r, next);
     } else {
-      const i64 turns = R / 4 + R % 4 / 2 + R % 2;
-      for (i64 r = 0, turn = 0; r < R; ++turn) {
+      for (i64 r = 0; r < R;) {
         const i64 left = R - r, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
         for_rows(taken, [&](auto MR) ATTN_LAMBDA {
-          if constexpr (MR <= 4) all_dots<T, MR>(q + r * j.packed_columns, j.packed_columns, k, k_stride[2], n, a.D, j.columns, turn, turns, s + r * PANEL);
+          if constexpr (MR <= 4) all_dots<T, MR>(q + r * j.packed_columns, j.packed_columns, k, k_stride[2], n, a.D, s + r * PANEL);
         });
         r += taken;
       }
