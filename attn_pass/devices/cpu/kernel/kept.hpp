@@ -4,7 +4,7 @@ struct Row {
   i64 b, h, i;
   const u8* keep;     // of the row, or null
   const u64* words;   // the same in bits, a word for each panel from `panel` on, where that was done beforehand
-  i64 panel;
+  i64 panel, step;    // .. and how far these words are apart
   const void* bias;   // of the row, or null
 };
 
@@ -35,7 +35,7 @@ ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
   if (r.hi <= r.lo) r.lo = r.hi = 0;
   const i64* s = a.keep.stride;
   r.keep = a.keep.data ? static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2] : nullptr;
-  r.words = nullptr, r.panel = 0;
+  r.words = nullptr, r.panel = 0, r.step = 1;
   s = a.bias.stride;
   const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
   r.bias = a.bias.data ? static_cast<const char*>(a.bias.data) + (b * s[0] + h * s[1] + i * s[2]) * size : nullptr;
@@ -100,7 +100,7 @@ inline void read_words(const Args& a, const u8* keep, i64 from, i64 to, u64* wor
 }
 // What tensors of truth values say of a panel.
 ATTN_INLINE u64 kept_by_tensor(const Args& a, const Row& r, i64 key) {
-  if (r.words) return r.words[key / PANEL - r.panel];
+  if (r.words) return r.words[(key / PANEL - r.panel) * r.step];
   return r.keep ? kept_of_panel(a, r.keep, key / PANEL) : ~u64(0);
 }
 // The keys of a panel that count for a row, a bit each.

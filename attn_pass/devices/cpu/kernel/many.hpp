@@ -10,8 +10,8 @@ struct Many {
   i64 group, rows, blocks, panels, columns, packed_columns, ldv, key_panel, value_panel;
   i32 *keys, *values;  // null where a task packs for itself
   u8* finite;
-  u64* words;          // of `keep`, read once in the order of memory: (batch, head, row, panel), where they are not broadcast
-  i64 word_stride[3];
+  u64* words;          // of `keep`, read once in the order of memory: (batch, head, panel, row), where they are not broadcast
+  i64 word_stride[3], word_step;  // of batch, head and row; of panels
   size_t at_keys, at_values, at_finite, at_q, at_s, at_o, at_room;
   Parts parts_of_task;
 };
@@ -42,7 +42,7 @@ inline bool may_keep(const Many& j, i64 b, i64 panel) {
   const Args& a = j.a;
   if (!reaches(a, b, panel)) return false;
   if (!j.words || j.word_stride[1] || a.replaces) return true;
-  const u64* words = j.words + b * j.word_stride[0] + panel;
+  const u64* words = j.words + b * j.word_stride[0] + panel * j.word_step;
   for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)
     if (words[i * j.word_stride[2]]) return true;
   return false;
@@ -55,14 +55,25 @@ template <class T> void pack_task(const void* job, i64 task) {
   pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, panel, j.keys + task * j.key_panel, j.values + task * j.value_panel, j.finite + task, room);
 }
 
+// Of some rows at a time: their words of a panel are a line of memory.
+constexpr i64 WORD_ROWS = 8;
 inline void words_task(const void* job, i64 task) {
   const Many& j = *static_cast<const Many*>(job);
   const Args& a = j.a;
   const i64* s = a.keep.stride;
-  const i64 rows = s[2] ? a.L : 1, heads = s[1] ? a.H : 1;
-  const i64 i = task % rows, h = task / rows % heads, b = task / rows / heads;
-  const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2];
-  read_words(a, keep, 0, j.panels, j.words + task * j.panels);
+  const i64 rows = j.word_step, blocks = blocks_of(rows, WORD_ROWS), heads = s[1] ? a.H : 1;
+  const i64 first = task % blocks * WORD_ROWS, h = task / blocks % heads, b = task / blocks / heads;
+  const i64 n = std::min(WORD_ROWS, rows - first);
+  const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + first * s[2];
+  u64* words = j.words + b * j.word_stride[0] + h * j.word_stride[1] + first;
+  constexpr i64 PART = 64;
+  for (i64 from = 0; from < j.panels; from += PART) {
+    const i64 count = std::min(PART, j.panels - from);
+    u64 of_row[WORD_ROWS][PART];
+    for (i64 r = 0; r < n; ++r) read_words(a, keep + r * s[2], from, from + count, of_row[r]);
+    for (i64 p = 0; p < count; ++p)
+      for (i64 r = 0; r < n; ++r) words[(from + p) * rows + r] = of_row[r][p];
+  }
 }
 
 // What truth values keep of a panel for a block of rows, computed once: a strip of rows asks for each of them.
@@ -73,8 +84,13 @@ inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel)
   const Args& a = j.a;
   if (!j.words || a.replaces) return {false, !a.keep.data};
   u64 any = 0, all = ~u64(0);
-  const i64 each = j.word_stride[2] || (j.word_stride[1] && j.group > 1) ? n : 1;
-  for (i64 r = 0; r < each; ++r) any |= rows[r].words[panel], all &= rows[r].words[panel];
+  const i64 at = panel * j.word_step, each = j.word_stride[2] || (j.word_stride[1] && j.group > 1) ? n : 1;
+  if (j.group == 1) {  // words of rows that follow each other
+    const u64* words = rows[0].words + at;
+    for (i64 r = 0; r < each; ++r) any |= words[r], all &= words[r];
+  } else {
+    for (i64 r = 0; r < each; ++r) any |= rows[r].words[at], all &= rows[r].words[at];
+  }
   return {!any, !~all};
 }
 
@@ -120,6 +136,15 @@ ATTN_INLINE void rescale_strip(RunningStrip& r, vec* tops, float factor, float* 
 }
 #endif
 
+// The rows of a strip. A last strip of two would leave most registers empty: it takes two of the strip before.
+template <class T> ATTN_INLINE Strip rows_of_strip(i64 n, i64 count, i64 x) {
+  Strip strip = {};
+  const i64 last = n - (count - 1) * T::STRIP, moved = !T::TILES && count > 1 && last == 2 ? 2 : 0;
+  strip.row = x * T::STRIP - (x == count - 1 ? moved : 0);
+  strip.rows = (x == count - 1 ? last + moved : x == count - 2 ? T::STRIP - moved : T::STRIP);
+  return strip;
+}
+
 template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, Packed packed, char* memory) {
   const Args& a = j.a;
   using st = typename T::st;
@@ -139,13 +164,17 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   Strip strips[ROWS / STRIP + 1];
   const i64 count = blocks_of(n, STRIP);
   i64 lo = a.S, hi = 0;
+  i64 g = first / a.L, i = first % a.L;
   for (i64 x = 0; x < count; ++x) {
     Strip& strip = strips[x];
-    strip = {x * STRIP, std::min<i64>(STRIP, n - x * STRIP), a.S, 0, 0, a.S, 0, 0};
+    strip = rows_of_strip<T>(n, count, x);
+    strip.lo = a.S, strip.all_hi = a.S;
     for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-      const i64 g = (first + r) / a.L, i = (first + r) % a.L;
       rows[r] = row_of(a, b, hk * j.group + g, i);
-      if (j.words) rows[r].words = j.words + b * j.word_stride[0] + (hk * j.group + g) * j.word_stride[1] + i * j.word_stride[2];
+      if (j.words) {
+        rows[r].words = j.words + b * j.word_stride[0] + (hk * j.group + g) * j.word_stride[1] + i * j.word_stride[2];
+        rows[r].step = j.word_step;
+      }
       strip.lo = std::min(strip.lo, rows[r].lo), strip.hi = std::max(strip.hi, rows[r].hi);
       strip.all_lo = std::max(strip.all_lo, rows[r].lo), strip.all_hi = std::min(strip.all_hi, rows[r].hi);
       const st* from = rows_at<T>(a.q, b, hk * j.group + g, i);
@@ -154,6 +183,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         const st* part = contiguous<T>(from + at * a.q.stride[3], a.q.stride[3], rest, room);
         Isa::store_bits(q + r * j.packed_columns + c, some_columns<T>(part, rest));
       }
+      if (++i == a.L) i = 0, ++g;
     }
     lo = std::min(lo, strip.lo), hi = std::max(hi, strip.hi);
   }
@@ -186,9 +216,11 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     const i32 *keys[PANELS], *values[PANELS];
     u8 finite[PANELS];
     PanelMask masks[PANELS];
+    bool hidden = true;
     for (i64 p = 0; p < panels; ++p) {
       const i64 at = w0 + p;
       masks[p] = mask_of_panel(j, rows, n, at);
+      hidden &= masks[p].hides_all;
       if (packed.keys) {
         keys[p] = packed.keys + at * j.key_panel, values[p] = packed.values + at * j.value_panel, finite[p] = packed.finite[at];
         continue;
@@ -199,6 +231,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       if (!masks[p].hides_all && reaches(a, b, at)) pack_panel<T>(j, b, hk, at, to_keys, to_values, finite + p, memory + j.at_room);
       keys[p] = to_keys, values[p] = to_values;
     }
+    if (hidden) continue;
     for (i64 x = 0; x < count; ++x) strips[x].active = strips[x].careful = 0;
     for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
 
@@ -206,7 +239,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       const i64 key = (w0 + p) * PANEL;
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
       i64 from = 0, to = whole_steps(strip.hi - key);
-      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
+      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to;
       if (full && a.bias.data) full = biases_keep_all(a, rows + strip.row, strip.rows, key);
       if (!full) {
         u64 any = 0, all = ~u64(0);
@@ -322,7 +355,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
 #endif
   const st* mean_row = nullptr;
   for (i64 r = 0; r < n; ++r)
-    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
+    write_row<T>(a, b, rows[r].h, rows[r].i, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
 }
 
 // A block of rows. The last rows of a causal mask have the most keys: they go first.
@@ -382,10 +415,11 @@ template <class T> void attend_many(const Args& a) {
   char* memory = call.bytes ? call_arena().take(call) : nullptr;
   if (mask_rows) {
     j.words = reinterpret_cast<u64*>(memory + words);
-    j.word_stride[2] = ks[2] ? j.panels : 0;
-    j.word_stride[1] = ks[1] ? j.panels * (ks[2] ? a.L : 1) : 0;
-    j.word_stride[0] = ks[0] ? j.panels * (ks[2] ? a.L : 1) * (ks[1] ? a.H : 1) : 0;
-    run_tasks(mask_rows, words_task, &j, mask_rows * a.S < 200000 ? 1 : threads);
+    j.word_step = ks[2] ? a.L : 1;
+    j.word_stride[2] = ks[2] ? 1 : 0;
+    j.word_stride[1] = ks[1] ? j.panels * j.word_step : 0;
+    j.word_stride[0] = ks[0] ? j.panels * j.word_step * (ks[1] ? a.H : 1) : 0;
+    run_tasks(mask_rows / j.word_step * blocks_of(j.word_step, WORD_ROWS), words_task, &j, mask_rows * a.S < 200000 ? 1 : threads);
   }
   if (all) {
     j.keys = reinterpret_cast<i32*>(memory + keys), j.values = reinterpret_cast<i32*>(memory + values);
