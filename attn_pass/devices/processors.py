@@ -44,7 +44,7 @@ _AVX512 = Core(
     op_us=6.0,
     kernel_us=3.0,
     fused_op_us=15.0,
-    template_us=8.0,
+    template_us=2.0,
     times=CoreTimes(
         task_us=(0.7, 2.0),  # half precision is packed
         contended_us=(2.7, 5.7),  # Zen 4, two threads, which wait for each other in the kernel: taken for more threads
@@ -65,7 +65,7 @@ _AVX512_FP16 = Core(
     op_us=6.7,
     kernel_us=4.0,
     fused_op_us=20.0,
-    template_us=8.0,
+    template_us=2.0,
     # In float32 torch calls the same library; the rest was not measured with two threads.
     times=replace(_AVX512.times, few_rows_products=0.5, contended_us=(2.7, 0.0)),
 )

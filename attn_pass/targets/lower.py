@@ -198,8 +198,27 @@ class Lowering:
 
     # ------------------------------------------------------------ the result
 
-    def result(self, value: Value) -> Value:
-        """The kernel's (B, H, L, Dv) in the shape and dtype of the site, with an equivalent memory layout."""
+    def result(self, value: Value, otherwise: Callable[[], Value] | None = None) -> Value:
+        """The kernel's (B, H, L, Dv) in the shape and dtype of the site, with an equivalent memory layout.
+
+        Args:
+            value: the kernel's result.
+            otherwise: makes the result with another memory layout, which is taken where it saves a copy.
+        """
+        shaped = self._shaped(value)
+        # Written in place later: the kernel saves its result for the backward, which a matmul does not.
+        written_later = self.attention.needs_grad and self.plan.may_be_written_later()
+        keeps = not written_later and self.plan.keeps_layout(shaped)
+        if otherwise is not None and not written_later and not (keeps and _share_memory(shaped, value)):
+            other = otherwise()
+            reshaped = self._shaped(other)
+            if self.plan.keeps_layout(reshaped) and (not keeps or _share_memory(reshaped, other)):
+                return reshaped
+            keeps = keeps and self.plan.keeps_layout(shaped)
+        return shaped if keeps else self.plan.in_layout_of_result(shaped)
+
+    def _shaped(self, value: Value) -> Value:
+        """The kernel's (B, H, L, Dv) in the shape and dtype of the site."""
         a = self.attention
         groups = (a.batch, a.heads, a.rows, a.value_dim)
         shape = tuple(product(x.size for x in g) for g in groups)
@@ -208,10 +227,6 @@ class Lowering:
         value = self.plan.steps(value, view_steps(shape, tuple(map(row_index, groups)), a.output))
         if fake_of(value).dtype != a.output_dtype:
             value = self.plan.call(aten.to.dtype, value, a.output_dtype)
-        written_later = a.needs_grad and self.plan.may_be_written_later()
-        if written_later or not self.plan.keeps_layout(value):
-            # Written in place later: the kernel saves its result for the backward, which a matmul does not.
-            value = self.plan.in_layout_of_result(value)
         return value
 
     def logarithm(self, value: Value) -> Value:
@@ -220,6 +235,11 @@ class Lowering:
         groups = (a.batch, a.heads, a.rows)
         shape = tuple(product(x.size for x in g) for g in groups)
         return self.plan.steps(value, view_steps(shape, tuple(map(row_index, groups)), a.score_rows))
+
+
+def _share_memory(one: Value, other: Value) -> bool:
+    """Whether a value is a view of another."""
+    return fake_of(one).untyped_storage()._cdata == fake_of(other).untyped_storage()._cdata
 
 
 def zero_with_gradient(plan: Plan, value: Value) -> Value:

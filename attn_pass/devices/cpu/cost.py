@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,11 +54,9 @@ _WIDE = 0.85  # of the gain with head dims over 128
 # bare calls on one and two threads, and in bfloat16 torch's kernel is as slow.
 _FEW_KEYS = 0.6
 _FEW_KEYS_ON: Mapping[str, Mapping[torch.dtype, float]] = {
-    "avx512_bf16": {torch.float32: 0.75, torch.bfloat16: 1.0, torch.float16: 1.0}
+    "avx512_bf16": {torch.float32: 0.85, torch.bfloat16: 1.0, torch.float16: 1.0}
 }
-# With few rows: a byte of keys or values, a product, a score, and a row whatever the keys.
-_FEW_BYTE, _FEW_PRODUCT, _FEW_SCORE, _FEW_ROW = 2.8, 1.4, 60.0, 6500.0
-_FEW_TAIL, _LANES = 1.8, 16  # so much more where head dims end within a vector
+_LANES = 16  # of a vector
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
@@ -73,6 +71,34 @@ _LEARNED: Mapping[torch.dtype, tuple[int, float, float]] = {
 _FEW_TRAFFIC = 0.55  # keys and values are read ahead: at more than the rate at which other kernels read them
 
 
+@dataclass(frozen=True)
+class _Few:
+    """What few rows take, in FLOPs that take as long.
+
+    Attributes:
+        byte: of keys or values.
+        product: one number of a key or value times one of a row.
+        score: one, beside its products.
+        row: whatever the keys.
+        tail: so many times as much where head dims end within a vector.
+        gains: how many times the rate of many rows is had, beside float32's.
+    """
+
+    byte: float
+    product: float
+    score: float
+    row: float
+    tail: float
+    gains: Mapping[torch.dtype, float]
+
+
+# Zen 4 by 120 bare calls on one and two threads; the other sets by a kernel that took a fifth longer.
+_FEW_ON: Mapping[str, _Few] = {
+    "avx512_bf16": _Few(1.6, 1.45, 63.0, 3400.0, 1.15, {torch.bfloat16: 1.3, torch.float16: 1.15}),
+}
+_FEW_ELSEWHERE = _Few(2.8, 1.4, 60.0, 6500.0, 1.8, {})
+
+
 def microseconds(a: Attention, problem: Problem, device: Device, share: float) -> float:
     """The whole call, in which this share of the scores is computed."""
     rows = problem.q_len * problem.heads // max(1, problem.kv_heads)
@@ -80,14 +106,15 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     few = rows <= FEW_ROWS and not (a.needs_grad or a.dropout)
     in_tiles = _has_tiles(device, problem.dtype) and not (few or a.needs_grad or a.dropout)
     gain = _WITHOUT_TILES if _has_tiles(device, problem.dtype) and not in_tiles else _gain(device, problem.dtype)
+    costs = _FEW_ON.get(device.instruction_set, _FEW_ELSEWHERE)
     if few:
-        gain /= _GAINS["avx512"][problem.dtype]
+        gain *= costs.gains.get(problem.dtype, 1.0) / _GAINS["avx512"][problem.dtype]
     elif max(problem.head_dim, problem.value_dim) > 128:
         gain *= _WIDE
     elif problem.kv_len <= _HALF_PANEL:
         gain *= _FEW_KEYS_ON.get(device.instruction_set, {}).get(problem.dtype, _FEW_KEYS)
     beside = _VECTORS if in_tiles else 1.0
-    work = _few(problem, rows, heads, share) if few else _many(problem, rows, heads, share, beside)
+    work = _few(problem, rows, heads, share, costs) if few else _many(problem, rows, heads, share, beside)
     work += beside * share * problem.scores * _each_score(a, problem)
     tasks = heads * -(-problem.kv_len // 256) if few else heads * -(-rows // _ROWS)
     cores = min(device.cores, max(1, tasks))
@@ -133,12 +160,12 @@ def _many(p: Problem, rows: int, heads: int, share: float, beside: float) -> flo
     return heads * (share * products + beside * (packing + own + -(-rows // _ROWS) * _TASK))
 
 
-def _few(p: Problem, rows: int, heads: int, share: float) -> float:
+def _few(p: Problem, rows: int, heads: int, share: float, costs: _Few) -> float:
     keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
     elements = p.head_dim + p.value_dim
-    each = elements * (_FEW_BYTE * p.dtype.itemsize + _FEW_PRODUCT * rows) + _FEW_SCORE * rows
-    tail = _FEW_TAIL if p.head_dim % _LANES or p.value_dim % _LANES else 1.0
-    return heads * (share * keys * each * tail + _FEW_ROW * rows)
+    each = elements * (costs.byte * p.dtype.itemsize + costs.product * rows) + costs.score * rows
+    tail = costs.tail if p.head_dim % _LANES or p.value_dim % _LANES else 1.0
+    return heads * (share * keys * each * tail + costs.row * rows)
 
 
 def _each_score(a: Attention, p: Problem) -> float:

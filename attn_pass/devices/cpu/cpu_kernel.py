@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import getitem
 
 import torch
@@ -172,7 +173,8 @@ class CpuKernel:
             optional["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
         differs = a.needs_grad or a.dropout > 0
         if not decided.with_logarithm and not differs:
-            return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **optional))
+            call = partial(plan.call, operator.OPERATOR, query, key, value, a.scale, **optional)
+            return lower.result(call(), otherwise=partial(call, heads_first=True))
         function = gradients.FORWARD if differs else operator.WITH_LSE
         both = plan.call(function, query, key, value, a.scale, **optional)
         if not decided.with_logarithm:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
 import attn_pass
@@ -59,6 +60,22 @@ def test_compiled_once_for_all_lengths() -> None:
         compiled = torch.compile(model, backend=attn_pass.backend, dynamic=True, options=OPTIONS)
         assert all(is_right(compiled, model, length) for length in (40, 9, 200))
     assert [s.target for s in report.sites] == ["cpu_kernel"]
+
+
+def test_a_result_is_written_where_it_is_returned() -> None:
+    """The kernel writes the contiguous result of a product by hand: the program is the kernel's call, and no copy."""
+
+    def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 4, length, 16) for length in (33, 70, 70))
+    with torch.no_grad():
+        compiled = torch.compile(by_hand, backend=attn_pass.backend, options=OPTIONS)
+        result, (code,) = run_and_get_code(compiled, q, k, v)
+    torch.testing.assert_close(result, by_hand(q, k, v), atol=1e-5, rtol=1e-5)
+    assert result.is_contiguous()
+    assert "cpp_fused_attention" in code
+    assert "clone" not in code
 
 
 CAP = 20.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,56 @@ def kernel_calls(fn: Callable[..., Tensor], *inputs: Tensor, runner: Runner = "i
     with torch.no_grad():
         torch.compile(fn, backend=lambda gm, given: compile_rewritten(gm, given, options, seen, runner))(*inputs)
     return calls
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_hand(q, k, v).transpose(1, 2).flatten(2)
+
+
+def rows_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("bhls,bhsd->lbhd", (q @ k.mT).softmax(-1), v)
+
+
+RESULTS: dict[str, tuple[Callable[..., Tensor], bool]] = {
+    "of the graph": (by_hand, True),
+    "read as it lies": (lambda q, k, v: by_hand(q, k, v).as_strided((2, 4), (4, 1)), True),
+    "in one batch": (in_one_batch, True),
+    "of both": (lambda q, k, v: by_hand(q, k, v) + merged(q, k, v).unflatten(2, (4, -1)).transpose(1, 2), True),
+    "merged": (merged, False),
+    "of a call": (partial(F.scaled_dot_product_attention, scale=0.25), True),  # of the query's layout
+    "of a call, queries with heads last": (
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q.transpose(1, 2).contiguous().transpose(1, 2), k, v, scale=0.25
+        ),
+        False,
+    ),
+    "of one row": (lambda q, k, v: by_hand(q[:, :, :1], k, v), False),
+    "rows first": (rows_first, True),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_result_lies_as_it_is_read(name: str) -> None:
+    """By hand a result is contiguous: where that matters the kernel writes it so, and nothing is copied."""
+    fn, heads_first = RESULTS[name]
+    operands = qkv(2, 4, 33, 70)
+    calls = kernel_calls(fn, *operands)
+    assert {bool(call.kwargs.get("heads_first")) for call in calls} == (
+        {True, False} if name == "of both" else {heads_first}
+    )
+    if heads_first:
+        assert not any(n.target is torch.ops.aten.clone.default for n in calls[0].graph.nodes)
+    on_kernel(fn, *operands, rewritten=len(calls))
+    on_kernel(fn, *operands, rewritten=len(calls), dynamic=True)
 
 
 @pytest.mark.parametrize("runner", ["inductor", "other"])

@@ -19,11 +19,11 @@ from attn_pass.devices.cpu.kernel.template import (
     TemplateCall,
     emitted,
     floats_of,
-    heads_last,
     is_wanted,
     laid_out,
     numbers_of,
     operands_of,
+    result_layout,
     strides_in,
 )
 
@@ -99,7 +99,7 @@ def _layout(name: str, operands: dict[str, Any]) -> ir.FixedLayout:
         dtype = torch.float32
     elif name in _OPERANDS:
         of = operands[_OPERANDS[name][0]]
-        return heads_last(of, of.get_size()[3])
+        return result_layout(of, of.get_size()[3])
     else:
         of = operands["bias" if name == "bias" else f"captured[{name[8:]}]"]
         size, dtype = list(of.get_size()), of.get_dtype()

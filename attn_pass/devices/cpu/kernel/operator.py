@@ -43,7 +43,7 @@ GIVEN = (
 """What the schemas of all the kernel's operators have in common."""
 _LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
 """What is looked up and added to scores, in inference."""
-_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {_LOOKED_UP})"
+_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None, {_LOOKED_UP}, bool heads_first=False)"
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -132,9 +132,11 @@ def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
     return _PerBatch(tensor.data_ptr(), tensor.stride(0))
 
 
-def result_like(query: Tensor, value: Tensor) -> Tensor:
-    """The result's memory: heads after positions, the layout that the layer after an attention reads."""
+def result_like(query: Tensor, value: Tensor, *, heads_first: bool = False) -> Tensor:
+    """The result's memory: heads after positions, which the layer after an attention reads, or before them."""
     batch, heads, q_len, _ = query.shape
+    if heads_first:
+        return query.new_empty((batch, heads, q_len, value.size(-1)))
     if isinstance(q_len, int) and q_len == 1:  # the same memory, with the strides of a dense tensor
         return query.new_empty((batch, heads, 1, value.size(-1)))
     return query.new_empty((batch, q_len, heads, value.size(-1))).transpose(1, 2)
@@ -262,14 +264,15 @@ def attention(
         fill: the score of keys that are not kept, which count with it; then there are no bounds.
         seed: (1,), int64: with the place of a weight it says whether the weight is dropped (`dropout.hpp`).
         dropout: the probability of that; the other weights are divided by ``1 - dropout``, and are 0 where that is.
+        heads_first: the result is contiguous. In inference alone.
 
     Returns:
-        (B, H, L, Dv), heads after positions in memory.
+        (B, H, L, Dv), heads after positions in memory, or before them with ``heads_first``.
 
     Raises:
         NoCompilerError: the kernel cannot be built on this machine.
     """
-    out = result_like(query, value)
+    out = result_like(query, value, heads_first=optional.pop("heads_first", False))
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
     args = arguments(query, key, value, scale, **optional)
@@ -395,7 +398,7 @@ def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
     check(query, key, value, optional)
-    return result_like(query, value)
+    return result_like(query, value, heads_first=optional.get("heads_first", False))
 
 
 def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:

@@ -290,7 +290,7 @@ def lower_forward(*values: Any, **more: Any) -> tuple[Any, ...]:
     if q.get_dtype() == torch.float32:
         rest = empty_strided([0], None, dtype=q.get_dtype(), device=q.get_device())
     else:
-        like = heads_last(q, v.get_size()[3])
+        like = result_layout(q, v.get_size()[3])
         rest = written["rest"] = empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
     return emitted(_template(q, k, v, scale, by_name, written)), lse, statistics, rest
 
@@ -328,10 +328,11 @@ def floats_of(scale: float, optional: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in floats.items() if value is not None}
 
 
-def heads_last(x: Any, dim: Any) -> ir.FixedLayout:
-    """The layout of a result (B, H, L, dim) for an operand: heads after positions in memory."""
+def result_layout(x: Any, dim: Any, *, heads_first: bool = False) -> ir.FixedLayout:
+    """The layout of a result (B, H, L, dim) for an operand: heads after positions in memory, or before them."""
     batch, heads, length, _ = x.get_size()
-    size, stride = [batch, heads, length, dim], [length * heads * dim, dim, heads * dim, 1]
+    head, row = (length * dim, dim) if heads_first else (dim, heads * dim)
+    size, stride = [batch, heads, length, dim], [length * heads * dim, head, row, 1]
     return ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
 
 
@@ -342,7 +343,7 @@ def _template(q: Any, k: Any, v: Any, scale: float, optional: dict[str, Any], wr
     operands |= {name: laid_out(x) for name, x in written.items()}
     return TemplateCall(
         operands,
-        heads_last(q, v.get_size()[3]),
+        result_layout(q, v.get_size()[3], heads_first=optional.get("heads_first", False)),
         floats_of(scale, optional),
         optional.get("score", ""),
         numbers,
