@@ -42,6 +42,7 @@ _KNOWN = (
     "factors",
     "score",
     "fully_masked",
+    "heads_first",
     "seed",
     "dropout",
 )

@@ -80,13 +80,13 @@ def _assign(model: nn.Module) -> None:
 
 
 def _in_place(model: Any) -> None:
-    model.layers[0].k.weight.data.copy_(torch.randn(E, E))
+    model.layers[0].k.weight.data.copy_(torch.randn(E, E) / E**0.5)
     with torch.no_grad():
         model.layers[1].v.bias.add_(1.0)
 
 
 def _one_other(model: Any) -> None:
-    model.layers[0].k.weight.data = torch.randn(E, E)
+    model.layers[0].k.weight.data = torch.randn(E, E) / E**0.5
 
 
 def _others(model: Any) -> None:
@@ -96,7 +96,7 @@ def _others(model: Any) -> None:
 
 def _others_of(layer: Projected) -> None:
     for one in (layer.q, layer.k, layer.v):
-        one.weight.data, one.bias.data = torch.randn(E, E), torch.randn(E)
+        one.weight.data, one.bias.data = torch.randn(E, E) / E**0.5, torch.randn(E)
 
 
 def _one_shared(model: Any) -> None:
