@@ -239,7 +239,7 @@ class Lowering:
 
 def _share_memory(one: Value, other: Value) -> bool:
     """Whether a value is a view of another."""
-    return fake_of(one).untyped_storage()._cdata == fake_of(other).untyped_storage()._cdata
+    return bool(fake_of(one).untyped_storage()._cdata == fake_of(other).untyped_storage()._cdata)
 
 
 def zero_with_gradient(plan: Plan, value: Value) -> Value:
