@@ -373,7 +373,7 @@ def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Sco
     if yes.shift != no.shift:
         yes, no = _shifted(yes), _shifted(no)
     if yes.bias is no.bias is None:
-        return yes
+        return replace(yes, clamped=yes.clamped or no.clamped)
     zero = Const(0.0)
     by = {x.rescaled for x in (yes, no) if _may_mask_half(x, dtype)} or {1.0}
     return replace(

@@ -425,3 +425,11 @@ def test_a_clamp_to_a_number_that_masks_is_assumed_to_serve_masked_keys(mask: Ch
 def test_a_clamp_to_minus_infinity_changes_nothing_and_assumes_nothing() -> None:
     (site,) = same(partial(clamped, least=-math.inf, mask=masked), *qkv(), rewritten=1).sites
     assert CLAMP not in site.assumptions
+
+
+def test_a_clamp_of_a_part_of_the_scores_is_assumed_to_serve_masked_keys() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s: torch.where(J <= I, s, s.clamp(min=LOWEST)))
+
+    (site,) = same(run, *qkv(), rewritten=0, numerics="strict").sites
+    assert CLAMP in site.reason

@@ -239,7 +239,8 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       const i64 key = (w0 + p) * PANEL;
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
       i64 from = 0, to = whole_steps(strip.hi - key);
-      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to;
+      // Where products take more keys in a step than there are, scores of keys that do not count would be among the largest.
+      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to && to % FIRST_STEP == 0;
       if (full && a.bias.data) full = biases_keep_all(a, rows + strip.row, strip.rows, key);
       if (!full) {
         u64 any = 0, all = ~u64(0);
