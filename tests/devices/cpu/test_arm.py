@@ -13,6 +13,8 @@ from torch import Tensor
 import attn_pass
 from attn_pass.devices import registry
 from attn_pass.devices.cpu import facts
+from attn_pass.devices.cpu.kernel import build, source
+from attn_pass.devices.cpu.kernel.operator import WITH_LSE
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,3 +83,23 @@ def test_names_of_the_table() -> None:
         device = registry.by_name(name.upper())
         assert (device.type, device.name, device.instruction_set) == ("cpu", name, "neon") and not device.is_here
         assert registry.family_of(device).name == "cpu"
+
+
+@pytest.fixture
+def vectors_of_arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel as it is compiled there: with the compiler's own vectors, and as many registers."""
+    monkeypatch.setattr(build, "_FLAGS", ("-O1", *build._FLAGS[1:], "-DATTN_AS_ON_ARM"))
+    monkeypatch.setattr(build, "of_this_machine", lambda tiles: tuple(s for s in source.ALL if s.name == "plain"))
+    build.entry.cache_clear()
+    yield
+    build.entry.cache_clear()
+
+
+def test_keys_that_are_not_there_are_none_of_the_largest_scores(vectors_of_arm: None) -> None:
+    """A step of products takes 16 keys, and 8 may be left: of scores far below 0 those behind would be the largest."""
+    for keys in (7, 8, 16, 24, 72, 100, 104):
+        q, k, v = torch.full((1, 1, 20, 4), 10.0), torch.full((1, 1, keys, 4), -10.0), torch.randn(1, 1, keys, 4)
+        result, logarithm = WITH_LSE(q, k, v, 0.5)
+        scores = q.double() @ k.double().mT * 0.5
+        torch.testing.assert_close(result.double(), scores.softmax(-1) @ v.double(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logarithm.double(), scores.logsumexp(-1), atol=1e-3, rtol=1e-5)
