@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Planned, Value, aten, fake_of
+from attn_pass.graph.memory import storages
 from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
@@ -239,7 +240,7 @@ class Lowering:
 
 def _share_memory(one: Value, other: Value) -> bool:
     """Whether a value is a view of another."""
-    return bool(fake_of(one).untyped_storage()._cdata == fake_of(other).untyped_storage()._cdata)
+    return storages(fake_of(one)) == storages(fake_of(other))
 
 
 def zero_with_gradient(plan: Plan, value: Value) -> Value:

@@ -98,7 +98,7 @@ def test_weights_are_updated_as_in_a_stock_package(tmp_path: Path) -> None:
     stock, ours = stock_package(program, tmp_path / "stock.pt2"), package(program, tmp_path / "ours.pt2")
     report = attn_pass.package_report(tmp_path / "ours.pt2")
     (site,) = report.sites
-    assert (site.outcome, site.mask) == ("rewritten", "dense") and report.fixed_constants == ()
+    assert (site.target, site.mask) == ("cpu_kernel", "dense") and report.fixed_constants == ()
     assert sorted(ours.get_constant_fqns()) == sorted(stock.get_constant_fqns())
     assert {"k.weight", "k.bias", "keep", "gain", "offset"} <= set(ours.get_constant_fqns())
     close(ours(X), model)
