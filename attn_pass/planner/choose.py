@@ -389,8 +389,9 @@ def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> 
     if form.valid is not None and not getattr(target, "takes_valid_range", False):
         return Refusal(target.name, valid_range.REFUSAL)
     answer = target.consider(form, variant, setting)
-    table = flex.table_cost(form, setting)
-    return replace(answer, microseconds=answer.microseconds + table) if table and isinstance(answer, Offer) else answer
+    if isinstance(answer, Refusal) or not (table := flex.table_cost(form, setting)):
+        return answer
+    return replace(answer, microseconds=answer.microseconds + table)
 
 
 def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -> _Offers:

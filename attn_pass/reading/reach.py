@@ -43,7 +43,7 @@ class Reach:
                 _note(reader, node, reach.products, frozenset((node,)))
                 continue
             made_of = inputs(call)
-            for held in (reach.products, reach.softmaxes):
+            for held in (reach.products, reach.softmaxes) if made_of else ():
                 sets = [held[i] for i in made_of if i in held]
                 reached = sets[0] if len(sets) == 1 else none.union(*sets)
                 if reached and len(reached) <= _MOST:

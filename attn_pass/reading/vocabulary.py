@@ -211,9 +211,12 @@ class Row:
     rest: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
-    """A node understood as an operation: its arguments by name, whatever the spelling."""
+    """A node understood as an operation: its arguments by name, whatever the spelling.
+
+    Nothing changes it; one is made for every node of a graph, and Python takes three times as long to freeze it.
+    """
 
     op: str
     args: dict[str, Any]
@@ -351,20 +354,18 @@ def understand(node: Node, into: Node | None = None) -> Call | None:
 
 def bound(node: Node, row: Row, in_place: bool, into: Node | None = None) -> Call | None:
     """The arguments of a node by the names of its operation's parameters; None where they do not fit."""
+    names, given, named = row.names, node.args, node.kwargs
     args: dict[str, Any] = dict(row.defaults)
-    for position, value in enumerate(node.args):
-        if position < len(row.names):
-            args[row.names[position]] = value
-        elif row.rest is not None:
-            args[row.rest] = node.args[position:]
-            break
-        else:
+    args.update(zip(names, given))
+    if len(given) > len(names):
+        if row.rest is None:
             return None
-    for name, value in node.kwargs.items():
-        if name == "out" and value is into and "out" not in row.names:
+        args[row.rest] = given[len(names) :]
+    for name, value in named.items():
+        if name == "out" and value is into and "out" not in names:
             continue
-        args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in row.names else name] = value
-    if not all(map(args.__contains__, row.names)) or node.kwargs.get("out") is not into:
+        args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in names else name] = value
+    if len(given) < len(names) and not all(map(args.__contains__, names)) or named.get("out") is not into:
         return None
     return Call(row.op, args, in_place or bool(args.get("inplace", False)))
 

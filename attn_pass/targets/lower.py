@@ -91,7 +91,9 @@ class Lowering:
 
     def expression(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """An expression as a tensor with a dimension a group, at size 1 where it does not vary."""
-        return self._tensor(self._lower(expression, groups), [1] * len(groups))
+        value = self._tensor(self._lower(expression, groups), [1] * len(groups))
+        is_number = fake_of(value).dim() == 0 and len(groups) > 0  # computed of numbers alone
+        return self.plan.call(aten.view.default, value, [1] * len(groups)) if is_number else value
 
     def condition(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """The same of a condition, boolean whatever it is computed in."""

@@ -331,3 +331,17 @@ def test_a_causal_call_in_float16_is_causal() -> None:
 
     q, k, v = qkv(1, 2, 8, 8, value_dim=24, dtype=torch.float16)
     assert same(program, q, k, v, rewritten=1, targets=("sdpa",)).sites[0].mask == "causal"
+
+
+@pytest.mark.parametrize("target", ["sdpa", "cpu_kernel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_mask_of_a_single_score(target: str, dtype: torch.dtype) -> None:
+    """Computed of numbers alone, it is a matrix all the same."""
+    lowest = torch.finfo(dtype).min
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.where(torch.ones(1, 1, dtype=torch.bool).tril(-1), 0.0, lowest).to(dtype)
+        scores = torch.maximum(q @ k.mT + hidden, torch.tensor(lowest, dtype=dtype))
+        return torch.softmax(scores, -1) @ v
+
+    same(program, *qkv(2, 2, 1, 1, 4, dtype=dtype), rewritten=1, targets=(target,))
