@@ -63,8 +63,8 @@ ATTN_INLINE const typename T::st* contiguous(const typename T::st* row, i64 stri
 // ---- 2^t, by a polynomial on [-1/2, 1/2] as exact as the type needs; 0 for -inf, NaN for NaN. 2^0 is 1 to the bit: the
 // weight of a row's only key is then 1, and the gradient of its score 0.
 template <int DEGREE> ATTN_INLINE vec exp2_of(vec t) {
-  t = Isa::max(Isa::set1(-200.0f), t);
-  const vec n = Isa::round(t), f = Isa::add(t, Isa::mul(n, Isa::set1(-1.0f)));
+  t = Isa::within_exp2(t);
+  const vec n = Isa::round(t), f = Isa::sub(t, n);
   vec p;
   if constexpr (DEGREE == 3) {
     p = Isa::fma(Isa::set1(5.50089305e-2f), f, Isa::set1(2.42210959e-1f));
@@ -134,23 +134,23 @@ struct Ahead {
   }
 };
 
-// ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns)
-template <bool PAIR> ATTN_INLINE vec plus_product(vec c, vec x, vec y) {
-  if constexpr (PAIR) return Isa::dot(c, x, y);
-  else return Isa::fma(x, y, c);
+// ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns), in vectors of V
+template <bool PAIR, class V = Isa, class X> ATTN_INLINE X plus_product(X c, X x, X y) {
+  if constexpr (PAIR) return V::dot(c, x, y);
+  else return V::fma(x, y, c);
 }
-template <bool PAIR, int MR, int NR, class Next>
-ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, vec (&c)[MR][NR], Next& next) {
+template <bool PAIR, int MR, int NR, class V = Isa, class Next>
+ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, typename V::vec (&c)[MR][NR], Next& next) {
   for (i64 k = 0; k < K; ++k) {
     next.step();
-    vec b[NR];
+    typename V::vec b[NR];
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) b[n] = Isa::load_bits(B + k * ldb + n * W);
+    for (int n = 0; n < NR; ++n) b[n] = V::load_bits(B + k * ldb + n * V::W);
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m) {
-      const vec x = Isa::splat_bits(A + m * lda + k);
+      const typename V::vec x = V::splat_bits(A + m * lda + k);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) c[m][n] = plus_product<PAIR>(c[m][n], x, b[n]);
+      for (int n = 0; n < NR; ++n) c[m][n] = plus_product<PAIR, V>(c[m][n], x, b[n]);
     }
   }
 }

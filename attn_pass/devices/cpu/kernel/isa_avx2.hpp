@@ -12,11 +12,13 @@ struct Isa {
   ATTN_INLINE void store_bits(i32* p, vec x) { _mm256_storeu_ps(reinterpret_cast<float*>(p), x); }
   ATTN_INLINE vec splat_bits(const i32* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
   ATTN_INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+  ATTN_INLINE vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
   ATTN_INLINE vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
   ATTN_INLINE vec div(vec a, vec b) { return _mm256_div_ps(a, b); }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
   ATTN_INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }  // b where either is NaN
   ATTN_INLINE vec round(vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  ATTN_INLINE vec within_exp2(vec t) { return _mm256_max_ps(set1(-200.0f), t); }  // what `times_exp2` takes, of any number
   ATTN_INLINE vec times_exp2(vec a, vec n) {  // n whole; below the normal numbers, 0
     const __m256 least = _mm256_max_ps(set1(-127.0f), _mm256_min_ps(n, set1(128.0f)));
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(least), _mm256_set1_epi32(127)), 23);
@@ -119,4 +121,5 @@ struct Isa {
   ATTN_INLINE void store_pairs(i32*, vec, vec) {}
   ATTN_INLINE void interleave(vec a, vec b, vec& low, vec& high) { low = a, high = b; }
   ATTN_INLINE bool finite_pairs(vec) { return true; }
+  using Half = void;
 };

@@ -12,11 +12,13 @@ struct Isa {
   ATTN_INLINE void store_bits(i32* p, vec x) { _mm512_storeu_si512(p, _mm512_castps_si512(x)); }
   ATTN_INLINE vec splat_bits(const i32* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(*p)); }
   ATTN_INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+  ATTN_INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
   ATTN_INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
   ATTN_INLINE vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
   ATTN_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
   ATTN_INLINE vec round(vec a) { return _mm512_roundscale_ps(a, 8); }
+  ATTN_INLINE vec within_exp2(vec t) { return t; }  // what `times_exp2` takes, of any number
   ATTN_INLINE vec times_exp2(vec a, vec n) {  // n whole; below the normal numbers, which stall the processor, 0
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), a, n);
   }
@@ -159,4 +161,24 @@ struct Isa {
   ATTN_INLINE void interleave(vec a, vec b, vec& low, vec& high) { low = a, high = b; }
   ATTN_INLINE bool finite_pairs(vec) { return true; }
 #endif
+
+  // Vectors of half as many, for columns that fill no more of the last vector.
+  struct Half {
+    using vec = __m256;
+    static constexpr int W = 8;
+    ATTN_INLINE vec zero() { return _mm256_setzero_ps(); }
+    ATTN_INLINE vec load(const float* p) { return _mm256_loadu_ps(p); }
+    ATTN_INLINE void store(float* p, vec x) { _mm256_storeu_ps(p, x); }
+    ATTN_INLINE vec load_bits(const i32* p) { return _mm256_loadu_ps(reinterpret_cast<const float*>(p)); }
+    ATTN_INLINE vec splat_bits(const i32* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
+    ATTN_INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
+    ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+#if ATTN_BF16_DOTS
+    ATTN_INLINE vec dot(vec c, vec a, vec b) {
+      return _mm256_dpbf16_ps(c, reinterpret_cast<__m256bh>(a), reinterpret_cast<__m256bh>(b));
+    }
+#else
+    ATTN_INLINE vec dot(vec c, vec a, vec b) { return fma(a, b, c); }
+#endif
+  };
 };

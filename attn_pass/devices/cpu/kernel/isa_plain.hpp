@@ -29,6 +29,7 @@ struct Isa {
     return set1(x);
   }
   ATTN_INLINE vec add(vec a, vec b) { return a + b; }
+  ATTN_INLINE vec sub(vec a, vec b) { return a - b; }
   ATTN_INLINE vec mul(vec a, vec b) { return a * b; }
   ATTN_INLINE vec div(vec a, vec b) { return a / b; }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return a * b + c; }
@@ -38,6 +39,7 @@ struct Isa {
     for (int i = 0; i < W; ++i) a[i] = std::nearbyint(a[i]);
     return a;
   }
+  ATTN_INLINE vec within_exp2(vec t) { return max(set1(-200.0f), t); }  // what `times_exp2` takes, of any number
   ATTN_INLINE vec times_exp2(vec a, vec n) {  // n whole; below the normal numbers, 0
     whole power;
     for (int i = 0; i < W; ++i) {
@@ -108,4 +110,5 @@ struct Isa {
   ATTN_INLINE void store_pairs(i32*, vec, vec) {}
   ATTN_INLINE void interleave(vec a, vec b, vec& low, vec& high) { low = a, high = b; }
   ATTN_INLINE bool finite_pairs(vec) { return true; }
+  using Half = void;
 };

@@ -231,23 +231,26 @@ void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float*
 
 // Strips of rows, times NR vectors of value columns. The products of these panels are summed before they are added to the
 // row's: over all keys in one chain the roundings would add up.
-template <bool PAIR, int MR, int NR, class Next>
+template <bool PAIR, int MR, int NR, class V = Isa, class Next>
 ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, Next& following) {
   Next next = following;
-  vec c[MR][NR];
+  typename V::vec c[MR][NR];
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) c[m][n] = Isa::zero();
+    for (int n = 0; n < NR; ++n) c[m][n] = V::zero();
   for (u32 x = active; x; x &= x - 1) {
     const int panel = __builtin_ctz(x);
-    multiply<PAIR, MR, NR>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c, next);
+    multiply<PAIR, MR, NR, V>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c, next);
   }
   following = next;
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, Isa::add(Isa::load(o + m * ldo + n * W), c[m][n]));
+    for (int n = 0; n < NR; ++n) {
+      float* at = o + m * ldo + n * V::W;
+      V::store(at, V::add(V::load(at), c[m][n]));
+    }
 }
 
 // The natural logarithm of the sum of a row's exponentials; -inf where no key is kept.
@@ -328,8 +331,17 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
 template <bool PAIR, int MR, class Next>
 ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim, Next& next) {
   const i32* at[8];
-  for_columns(dim, [&](auto NR, i64 d) ATTN_LAMBDA {
+  const auto from = [&](i64 d) ATTN_LAMBDA {
     for (u32 x = active; x; x &= x - 1) at[__builtin_ctz(x)] = values[__builtin_ctz(x)] + d;
-    add_columns<PAIR, MR, NR>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
+    return at;
+  };
+  const i64 rest = dim % W;
+  const bool half = !std::is_void_v<Isa::Half> && rest && rest <= W / 2;
+  for_columns(half ? dim - rest : dim, [&](auto NR, i64 d) ATTN_LAMBDA {
+    add_columns<PAIR, MR, NR>(p, ldp, active, from(d), counts, ldv, o + d, ldo, next);
   });
+  if constexpr (!std::is_void_v<Isa::Half>) {
+    const i64 d = dim - rest;
+    if (half) add_columns<PAIR, MR, 1, Isa::Half>(p, ldp, active, from(d), counts, ldv, o + d, ldo, next);
+  }
 }
