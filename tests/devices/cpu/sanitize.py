@@ -65,6 +65,7 @@ def here(sanitizer: str, name: str) -> None:
     """
     import test_cpu_attention as drawn
     import test_cpu_backward as drawn_backwards
+    import test_cpu_lanes as drawn_lanes
     import test_packed_rows as drawn_packed
     import torch
 
@@ -79,6 +80,7 @@ def here(sanitizer: str, name: str) -> None:
     torch.set_num_threads(4)
     failed = [text for dtype in drawn.DTYPES for text in drawn.failures(dtype, COUNT, seed=11)]
     failed += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
+    failed += [text for dtype in drawn.DTYPES for text in drawn_lanes.failures(dtype, COUNT // 2, seed=16)]
     failed += [text for dtype in drawn.DTYPES for text in drawn_backwards.failures(dtype, COUNT // 2, seed=13)]
     failed += drawn_backwards.failures(torch.float32, COUNT // 4, seed=14, scored=1.0)
     failed += [text for dtype in drawn.DTYPES for text in drawn_packed.failures(dtype, COUNT // 2, seed=15)]

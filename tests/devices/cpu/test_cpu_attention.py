@@ -186,7 +186,7 @@ def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
 TOLD = """
 import os
 from attn_pass.devices.cpu.kernel import build, source
-import sanitize, test_cpu_attention as attention, test_cpu_dropout as dropout
+import sanitize, test_cpu_attention as attention, test_cpu_dropout as dropout, test_cpu_lanes as lanes
 
 build._FLAGS = ("-O1", *build._FLAGS[1:])  # half the compiler's time
 for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):
@@ -198,6 +198,7 @@ for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):
     told = [s for s in source.ALL if s.name == os.environ["ATTN_PASS_CPU_ISA"]]
     build.of_this_machine = lambda tiles: (*told, *(s for s in source.of_this_machine(tiles) if s not in told))
     found = attention.failures(attention.torch.bfloat16, 100, seed=8)
+    found += lanes.failures(attention.torch.bfloat16, 30, seed=2)
     assert not found, found
     dropout.test_a_weight_is_dropped_by_its_place_and_the_seed((2, 2, 100, 130), attention.torch.bfloat16)
     os._exit(0)

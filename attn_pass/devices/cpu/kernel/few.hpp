@@ -1,6 +1,6 @@
 // Few query rows (those of a KV head's group together): keys and values are read once, where they lie, by tasks that take
 // a part of the keys each; a second pass joins the parts in order.
-constexpr i64 FEW = 16, FETCH = 64;  // most rows; keys by which prefetches run ahead, into the second cache
+constexpr i64 FEW = 16;  // most rows
 
 struct Few {
   Args a;
@@ -8,7 +8,7 @@ struct Few {
   Dropout dropout;
   i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
   float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
-  size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room, at_words;
+  size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room, at_words, at_lanes[5];
   Parts parts_of_task;
 };
 
@@ -148,6 +148,51 @@ inline void words_of_rows(const Args& a, Row* rows, i64 R, i64 from, i64 to, i64
   }
 }
 
+// Whether every row keeps every key of a panel, before biases are asked; `all` are the keys of all rows, by their bounds.
+inline bool keeps_panel(const Args& a, const Row* rows, i64 R, Reach all, i64 panel) {
+  const i64 key = panel * PANEL;
+  if (key < all.lo || key + PANEL > all.hi) return false;
+  u64 kept = ~u64(0);
+  for (i64 r = 0; r < R && a.keep.data; ++r) kept &= kept_by_tensor(a, rows[r], key);
+  return !~kept;
+}
+
+inline i64 lanes_for(const Few& j) { return j.rows <= W / 2 ? W / 2 : W; }
+// Whether panels that keep everything are computed with rows in lanes: few of these are empty (measured), scores are
+// products, and rows of keys lie as columns.
+template <class T> ATTN_INLINE bool takes_lanes(const Few& j) {
+  const Args& a = j.a;
+  return 5 * j.rows >= 4 * lanes_for(j) && j.scale.as_they_are && !a.seed && a.D % T::PER_COLUMN == 0 && a.k.stride[3] == 1 && a.v.stride[3] == 1;
+}
+// Those panels of a task, before any other.
+template <class T, class V>
+void panels_in_lanes(const Few& j, const Row* rows, Reach all, i64 b, i64 hk, i64 from, i64 to, char* memory, Running* running) {
+  const Args& a = j.a;
+  const auto at = [&](int which) ATTN_LAMBDA { return memory + j.at_lanes[which]; };
+  const LanesMemory lanes = {reinterpret_cast<i32*>(at(0)), reinterpret_cast<float*>(at(1)), reinterpret_cast<float*>(at(2)),
+                             reinterpret_cast<i32*>(at(3)), reinterpret_cast<i32*>(at(4))};
+  auto* room = reinterpret_cast<typename T::st*>(memory + j.at_room);
+  RunningLanes of_rows = {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()};
+  bool none = true;
+  for (i64 w = from; w < to; ++w) {
+    if (!keeps_panel(a, rows, j.rows, all, w)) continue;
+    if (none) {
+      into_lanes<V>(reinterpret_cast<const i32*>(memory + j.at_q), j.packed_columns, j.packed_columns, j.rows, lanes.queries);
+      std::memset(lanes.results, 0, size_t(j.ldv * V::W) * 4);
+      none = false;
+    }
+    attend_lanes<T, V>(a, j.scale, lanes, j.columns, j.ldv, rows_at<T>(a.k, b, hk, w * PANEL), rows_at<T>(a.v, b, hk, w * PANEL), w + 1 < to, room, of_rows);
+  }
+  if (none) return;
+  out_of_lanes<V>(lanes.results, j.ldv, j.rows, reinterpret_cast<float*>(memory + j.at_o));
+  Running in_lanes[W];
+  give(of_rows, in_lanes, W);
+  for (i64 r = 0; r < j.rows; ++r) {
+    running[r] = in_lanes[r];
+    for (i64 more = r + V::W; more < W; more += V::W) running[r].sum += in_lanes[more].sum;
+  }
+}
+
 template <class T> void part_task(const void* job, i64 task) {
   const Few& j = *static_cast<const Few*>(job);
   const Args& a = j.a;
@@ -190,7 +235,15 @@ template <class T> void part_task(const void* job, i64 task) {
   const bool tensors = a.keep.data || a.bias.data, transposed = R >= 5;
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
   if (a.keep.data) words_of_rows(a, rows, R, from, to, j.panels_each, reinterpret_cast<u64*>(memory + j.at_words));
+  bool in_lanes = false;
+  if constexpr (!std::is_void_v<Isa::Half>) {
+    in_lanes = takes_lanes<T>(j);
+    const auto panels = [&](auto which) ATTN_LAMBDA { panels_in_lanes<T, decltype(which)>(j, rows, {all_lo, all_hi}, b, hk, from, to, memory, running); };
+    if (in_lanes && lanes_for(j) < W) panels(Isa::Half{});
+    else if (in_lanes) panels(Isa{});
+  }
   for (i64 w = from; w < to; ++w) {
+    if (in_lanes && keeps_panel(a, rows, R, {all_lo, all_hi}, w)) continue;
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
     const bool more = w + 1 < to;  // panels to read ahead
     bool full = n == PANEL && all_lo <= key && all_hi >= key + PANEL && !tensors;
@@ -336,6 +389,13 @@ template <class T> void attend_few(const Args& a) {
   j.at_copies = task.add(a.v.stride[3] != 1 ? size_t(PANEL * a.DV) * sizeof(typename T::st) : 0);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
   j.at_words = task.add(a.keep.data ? size_t(FEW * j.panels_each) * 8 : 0);
+  if constexpr (!std::is_void_v<Isa::Half>) {
+    if (takes_lanes<T>(j)) {
+      const i64 lanes = lanes_for(j);
+      const i64 counts[] = {j.packed_columns * lanes, PANEL * lanes, j.ldv * lanes, 8 * j.packed_columns, PANEL / T::PER_COLUMN * j.ldv};
+      for (int i = 0; i < 5; ++i) j.at_lanes[i] = task.add(size_t(counts[i]) * 4);
+    }
+  }
   j.parts_of_task = task;
   j.partial = nullptr;
   if (j.parts > 1) {

@@ -108,25 +108,12 @@ struct Strip {
 };
 
 #if ATTN_TILES
-// Of 16 rows, one in each lane.
-struct RunningStrip {
-  vec top, sum;
-  ATTN_METHOD void give(Running* rows) const {
-    float tops[TILE], sums[TILE];
-    Isa::store(tops, top), Isa::store(sums, sum);
-    for (i64 i = 0; i < TILE; ++i) rows[i] = {tops[i], sums[i]};
-  }
-};
-// `rescale` for 16 rows; what is to be taken off their scores in `off`.
-ATTN_INLINE void rescale_strip(RunningStrip& r, vec* tops, float factor, float* o, i64 ld, float* off) {
-  const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity()), old = r.top;
-  r.top = Isa::maxima(*reinterpret_cast<vec(*)[TILE]>(tops));
-  r.top = Isa::keep(Isa::differ(old, old), old, Isa::max(old, r.top));
-  Isa::store(off, Isa::keep(Isa::differ(r.top, lowest), r.top, Isa::zero()));
-  u32 changed = Isa::differ(r.top, old);
+// `rescale` for 16 rows, one in each lane; what is to be taken off their scores in `off`.
+ATTN_INLINE void rescale_strip(RunningLanes& r, vec* tops, float factor, float* o, i64 ld, float* off) {
+  vec by;
+  u32 changed = raise(r, Isa::maxima(*reinterpret_cast<vec(*)[TILE]>(tops)), factor, by);
+  Isa::store(off, taken_off(r));
   if (!changed) return;
-  const vec by = Isa::keep(Isa::differ(old, lowest), exp2_of<5>(Isa::mul(Isa::add(old, Isa::mul(r.top, Isa::set1(-1.0f))), Isa::set1(factor))), Isa::zero());
-  r.sum = Isa::keep(changed, Isa::mul(r.sum, by), r.sum);
   float each[TILE];
   Isa::store(each, by);
   for (; changed; changed &= changed - 1) {
@@ -208,7 +195,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
 
   #if ATTN_TILES
   const std::conditional_t<T::TILES, TilesOfThread, Nothing> tiles{};
-  RunningStrip running_of[ROWS / STRIP + 1];
+  RunningLanes running_of[ROWS / STRIP + 1];
   for (i64 x = 0; x < count; ++x) running_of[x] = {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()};
 #endif
   for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
@@ -352,7 +339,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   }
 #if ATTN_TILES
   if constexpr (T::TILES)
-    for (i64 x = 0; x < count; ++x) running_of[x].give(running + x * STRIP);
+    for (i64 x = 0; x < count; ++x) give(running_of[x], running + x * STRIP, STRIP);
 #endif
   const st* mean_row = nullptr;
   for (i64 r = 0; r < n; ++r)

@@ -28,9 +28,9 @@ void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typen
     }
   }
 }
-// n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite. In tiles zeros
-// make up for the last step's.
-template <class T>
+// n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite, where that is asked.
+// In tiles zeros make up for the last step's.
+template <class T, bool ASKED = true>
 bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64 ld, typename T::st* room, i32* out) {
   vec check = Isa::zero();
   bool finite = true;
@@ -41,7 +41,7 @@ bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64
       const auto* next = two ? contiguous<T>(v + (s + 1) * stride[2], stride[3], dim, room + round_up(dim, 2 * W)) : row;
       for (i64 d = 0; d < dim; d += 2 * W) {
         const vec a = some_columns<T>(row + d, dim - d), b = two ? some_columns<T>(next + d, dim - d) : Isa::zero();
-        finite = finite && Isa::finite_pairs(a) && Isa::finite_pairs(b);
+        if constexpr (ASKED) finite = finite && Isa::finite_pairs(a) && Isa::finite_pairs(b);
         vec low, high;
         Isa::interleave(a, b, low, high);
         Isa::store_bits(out + s / 2 * ld + d, low);
@@ -50,7 +50,7 @@ bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64
     } else {
       for (i64 d = 0; d < dim; d += W) {
         const vec x = some_columns<T>(row + d, dim - d);
-        check = Isa::fma(x, Isa::zero(), check);
+        if constexpr (ASKED) check = Isa::fma(x, Isa::zero(), check);
         Isa::store_bits(out + s * ld + d, x);
       }
     }

@@ -33,7 +33,7 @@ _COMMON_FILES = (
     "many.hpp",
     "segments.hpp",
 )
-_FILES = (*_COMMON_FILES, "few.hpp")
+_FILES = (*_COMMON_FILES, "lanes.hpp", "few.hpp")
 _BACKWARD_FILES = (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp")
 
 

@@ -212,6 +212,33 @@ ATTN_INLINE float rescale(Running& r, float top, float factor, float* o, i64 ld)
   return m == lowest ? 0.0f : m;
 }
 
+// The same of rows in lanes. Where a vector has its rows twice, each of the two has a part of the sum.
+struct RunningLanes {
+  vec top, sum;
+};
+ATTN_INLINE void give(const RunningLanes& lanes, Running* rows, i64 count) {
+  float tops[W], sums[W];
+  Isa::store(tops, lanes.top), Isa::store(sums, lanes.sum);
+  for (i64 i = 0; i < count; ++i) rows[i] = {tops[i], sums[i]};
+}
+// Takes larger maxima in. Returns whose are larger: what they summed is to be made smaller, as the sum here is, by `by`,
+// which is 1 for the others.
+template <class I = Isa> ATTN_INLINE u32 raise(RunningLanes& r, vec top, float factor, vec& by) {
+  const vec old = r.top;
+  r.top = I::keep(I::differ(old, old), old, I::max(old, top));
+  const u32 changed = I::differ(r.top, old);
+  if (!changed) return 0;
+  const vec smaller = exp2_of<5>(I::mul(I::sub(old, r.top), I::set1(factor)));
+  by = I::keep(I::differ(old, I::set1(-std::numeric_limits<float>::infinity())), smaller, I::zero());
+  by = I::keep(changed, by, I::set1(1.0f));
+  r.sum = I::mul(r.sum, by);
+  return changed;
+}
+// What is to be taken off the scores of each row.
+template <class I = Isa> ATTN_INLINE vec taken_off(const RunningLanes& r) {
+  return I::keep(I::differ(r.top, I::set1(-std::numeric_limits<float>::infinity())), r.top, I::zero());
+}
+
 // Weights times values where some value is no number: row by row, kept keys alone.
 template <class T>
 void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float* o) {
