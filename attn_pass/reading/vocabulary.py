@@ -365,7 +365,7 @@ def bound(node: Node, row: Row, in_place: bool, into: Node | None = None) -> Cal
         if name == "out" and value is into and "out" not in names:
             continue
         args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in names else name] = value
-    if len(given) < len(names) and not all(map(args.__contains__, names)) or named.get("out") is not into:
+    if (len(given) < len(names) and not all(map(args.__contains__, names))) or named.get("out") is not into:
         return None
     return Call(row.op, args, in_place or bool(args.get("inplace", False)))
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attn_pass.devices.cpu.kernel.operator import OPERATOR, WITH_LSE
 
-ROWS = ((1, 7), (7, 1), (8, 1), (2, 4), (4, 2), (13, 1), (1, 14), (3, 5), (4, 4), (16, 1), (2, 8))  # of a group, queries
+# Heads of a group, and queries.
+ROWS = ((1, 7), (7, 1), (8, 1), (2, 4), (4, 2), (13, 1), (1, 14), (3, 5), (4, 4), (16, 1), (2, 8))
 DIMS = (2, 16, 24, 40, 64, 80, 128, 33)
 
 
