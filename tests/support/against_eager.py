@@ -76,7 +76,9 @@ def same(
             exact = reference if callable(reference) else _as_float64(fn)
             truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
-    backend = attn_pass.wrap(compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
+    inner = compiler(aot or (dynamic and bool(then)))
+    inner = without_numbers if dynamic and inner == "eager" else inner
+    backend = attn_pass.wrap(inner, **{"choose": "fused", "on_error": "raise", **options})
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     with attn_pass.record() as report:
         results, got, left = _run(compiled, _copies(inputs), grad)
@@ -165,16 +167,28 @@ def flex_as_it_is(grad: bool) -> mock._patch[bool]:  # type: ignore[name-defined
     return mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not grad)
 
 
-def compiler(always: bool | None) -> str:
+def compiler(always: bool | None) -> Any:
     """What compiles the rewritten graph: AOTAutograd for one test in four, by its name; the others execute it.
 
     AOTAutograd takes half of such a test's time, and what it finds in what the pass writes, generated programs find.
-    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs. So it is where a
-    higher-order operator is emitted into a checkpoint: eager's second forward saves other tensors than the first.
+    So it does where a compiled program is called with other sizes than it was compiled for, as it may add guards, and
+    where a higher-order operator is emitted into a checkpoint: eager's second forward saves other tensors than the
+    first.
     The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
     """
     drawn = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode()) % 4 == 0
     return "aot_eager_default_partitioner" if drawn or always else "eager"
+
+
+def without_numbers(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Executes a graph of dynamic sizes, but for one whose numbers are symbols too: that AOTAutograd compiles.
+
+    Dynamo hands those as tensors, and it is AOTAutograd that has them made constants where no tensor can take their
+    place: what is traced then, again, is the graph that users see.
+    """
+    has_numbers = any(n.op == "call_method" and n.target == "item" for n in gm.graph.nodes)
+    name = "aot_eager_default_partitioner" if has_numbers else "eager"
+    return torch._dynamo.lookup_backend(name)(gm, inputs)  # type: ignore[no-any-return]
 
 
 def _as_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
