@@ -22,13 +22,17 @@ from attn_pass.poor_cases import key_range
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
 INF = float("inf")
-LOWEST = torch.finfo(torch.float32).min
 N = 12
 Keep = Callable[[int, int], Tensor]
 
 
 def attend(s: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(s, -1) @ v
+
+
+def lowest() -> float:
+    """As models write it. A number of the module Dynamo makes a symbol, and traces all once more where it cannot be."""
+    return torch.finfo(torch.float32).min
 
 
 def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -59,8 +63,8 @@ def same_sequence(sequence: Tensor) -> Tensor:
 
 HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_fill": lambda s, keep: s.masked_fill(~keep, -INF),
-    "where": lambda s, keep: torch.where(keep, s, LOWEST),
-    "added": lambda s, keep: s + torch.zeros(keep.shape).masked_fill(~keep, LOWEST),
+    "where": lambda s, keep: torch.where(keep, s, lowest()),
+    "added": lambda s, keep: s + torch.zeros(keep.shape).masked_fill(~keep, lowest()),
     "added product": lambda s, keep: s + (1.0 - keep.float()) * -1e9,
     "added where": lambda s, keep: torch.where(keep, torch.zeros(()), -INF) + s,
 }
@@ -146,20 +150,37 @@ def test_however_it_is_hidden(name: str, hide: str) -> None:
     assert (str(mask.mask), mask.mask.never_empty) == (name, True)
 
 
+def test_a_lowest_number_that_is_a_symbol_becomes_one_constant() -> None:
+    """A number of the module: for any length Dynamo makes a symbol of it, and what cannot be one is traced again."""
+    number = lowest()
+    hide: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "masked_fill": lambda s, keep: s.masked_fill(~keep, number),
+        "where": lambda s, keep: torch.where(keep, s, number),
+        "added": lambda s, keep: s + torch.zeros(keep.shape).masked_fill(~keep, number),
+    }
+
+    def program(way: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(way(scores(q, k), lower(q.shape[2], k.shape[2])), v)
+
+    report = same_each({way: (program(f), OPERANDS) for way, f in hide.items()}, dynamic=True, targets=("sdpa",))
+    assert [site.mask for site in report.sites] == ["causal"] * len(hide)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("name", NAMED)
-def test_the_structure_is_the_whole_mask(name: str, dialect: str) -> None:
+def test_the_structure_is_the_whole_mask(dialect: str) -> None:
     """With the structure's condition in place of whatever mask the program made, the attention is the same."""
-    make = list(NAMED[name].values())[-1]
 
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(scores(q, k) + torch.zeros(()).masked_fill(~make(N, N), LOWEST), v)
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k) + torch.zeros(()).masked_fill(~make(N, N), lowest()), v)
 
-    (meaning,) = check(program, qkv(q_len=N, kv_len=N), dialect)
-    a = meaning.attention
-    assert str(a.mask) == name and a.mask.structure.is_exact and a.mask.never_empty
-    score = Apply("where", (a.mask.structure.condition(), apply("mul", Dot(), Const(a.scale)), Const(-INF)))
-    close(reference(replace(a, score=score), meaning.sources, meaning.sizes), meaning.computed, "the structure")
+    whole = Together([(program(list(spellings.values())[-1]), 3) for spellings in NAMED.values()])
+    read = check(whole, OPERANDS * len(NAMED), dialect, sites=len(NAMED))
+    for name, meaning in zip(NAMED, read, strict=True):
+        a = meaning.attention
+        assert str(a.mask) == name and a.mask.structure.is_exact and a.mask.never_empty
+        score = Apply("where", (a.mask.structure.condition(), apply("mul", Dot(), Const(a.scale)), Const(-INF)))
+        structure = reference(replace(a, score=score), meaning.sources, meaning.sizes)
+        close(structure, meaning.computed, f"the structure {name}")
 
 
 # ---------------------------------------------------------------- what must not be named so
@@ -203,7 +224,7 @@ def test_look_alikes(dynamic: bool) -> None:
     """What differs by one, by a direction or by a dimension is named for what it is, or not at all."""
 
     def program(make: Keep) -> Callable[..., Tensor]:
-        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
+        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), lowest()), v)
 
     programs = {alike: (program(make), OPERANDS) for alike, (_, make) in ALIKE.items()}
     report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
@@ -225,15 +246,15 @@ def test_aligned_to_the_last_key(n: int, name: str) -> None:
     """A cache's mask: no row is fully masked, and a single query sees every key."""
 
     def program(make: Keep) -> Callable[..., Tensor]:
-        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
+        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), lowest()), v)
 
     programs = {spelling: (program(make), qkv(q_len=n, kv_len=N)) for spelling, make in OFFSET.items()}
     for dynamic in (False, True):
         report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
         assert all(site.mask.startswith(name) for site in report.sites), (dynamic, str(report))
-    for spelling, (fn, operands) in programs.items():
-        (meaning,) = check(fn, operands, "export")
-        assert meaning.attention.mask.never_empty, spelling
+    whole, operands = Together([(fn, 3) for fn, _ in programs.values()]), qkv(q_len=n, kv_len=N)
+    read = check(whole, operands * len(programs), "export", sites=len(programs))
+    assert {s: m.attention.mask.never_empty for s, m in zip(programs, read)} == dict.fromkeys(programs, True)
 
 
 def test_an_offset_that_grows_keeps_its_rows() -> None:
@@ -263,7 +284,7 @@ def test_rows_that_may_be_empty(case: str) -> None:
     """Of these nobody says that each row keeps a key; eager's mean over the values is what comes out."""
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(scores(q, k) + torch.where(EMPTY[case](q.shape[2], k.shape[2]), 0.0, LOWEST), v)
+        return attend(scores(q, k) + torch.where(EMPTY[case](q.shape[2], k.shape[2]), 0.0, lowest()), v)
 
     operands = qkv(q_len=N, kv_len=N - 4)
     (meaning,) = check(program, operands, "dynamo")
@@ -301,7 +322,7 @@ def test_training_with_a_window_needs_no_repair() -> None:
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keep = lower(N, N) & (columns(N) > rows(N) - 3)
-        return attend(scores(q, k) + torch.where(keep, 0.0, LOWEST), v)
+        return attend(scores(q, k) + torch.where(keep, 0.0, lowest()), v)
 
     same(program, *qkv(q_len=N, kv_len=N, grad=True), rewritten=1, grad=True, numerics="strict")
 
@@ -319,48 +340,52 @@ def padded(mask: Tensor) -> Tensor:
 
 
 RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
-    "padding": ("padding", MASK, lambda s, x: s.masked_fill(~padded(x), LOWEST)),
+    "padding": ("padding", MASK, lambda s, x: s.masked_fill(~padded(x), lowest())),
     "bool padding": ("padding", MASK.bool(), lambda s, x: torch.where(x[:, None, None], s, -INF)),
     "mask == 0": ("padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, None].expand(-1, 1, N, -1), -1e9)),
-    "added padding": ("padding", MASK, lambda s, x: s + (1.0 - x[:, None, None].float()) * LOWEST),
+    "added padding": ("padding", MASK, lambda s, x: s + (1.0 - x[:, None, None].float()) * lowest()),
     "indexed padding": (
         "padding",
         MASK.bool(),
-        lambda s, x: s.masked_fill(~x[torch.arange(2)[:, None, None, None], torch.arange(N)], LOWEST),
+        lambda s, x: s.masked_fill(~x[torch.arange(2)[:, None, None, None], torch.arange(N)], lowest()),
     ),
-    "causal": ("causal and padding", MASK, lambda s, x: s.masked_fill(~(padded(x) & lower(N, N)), LOWEST)),
+    "causal": ("causal and padding", MASK, lambda s, x: s.masked_fill(~(padded(x) & lower(N, N)), lowest())),
     "causal, twice": (
         "causal and padding",
         MASK,
-        lambda s, x: s.masked_fill(~lower(N, N), LOWEST).masked_fill(~padded(x), LOWEST),
+        lambda s, x: s.masked_fill(~lower(N, N), lowest()).masked_fill(~padded(x), lowest()),
     ),
     "causal, added": (
         "causal and padding",
         MASK,
-        lambda s, x: s + torch.where(lower(N, N), 0.0, LOWEST).masked_fill(~padded(x), LOWEST),
+        lambda s, x: s + torch.where(lower(N, N), 0.0, lowest()).masked_fill(~padded(x), lowest()),
     ),
     "window": (
         "sliding window (2, 0) and padding",
         MASK,
-        lambda s, x: s.masked_fill(~(padded(x) & lower(N, N) & ~lower(N, N, -3)), LOWEST),
+        lambda s, x: s.masked_fill(~(padded(x) & lower(N, N) & ~lower(N, N, -3)), lowest()),
     ),
-    "document": ("document", IDS, lambda s, x: s.masked_fill(~same_sequence(x), LOWEST)),
+    "document": ("document", IDS, lambda s, x: s.masked_fill(~same_sequence(x), lowest())),
     "packed positions": (
         "causal and document",
         POSITION,
         lambda s, x: s.masked_fill(
-            ~(lower(N, N) & same_sequence((torch.diff(x, prepend=x[:, :1] - 1) != 1).cumsum(-1))), LOWEST
+            ~(lower(N, N) & same_sequence((torch.diff(x, prepend=x[:, :1] - 1) != 1).cumsum(-1))), lowest()
         ),
     ),
-    "positions given": ("dense", POSITION, lambda s, x: s.masked_fill(x[:, None, None] > x[:, None, :, None], LOWEST)),
-    "queries": ("query padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, :, None], LOWEST)),
+    "positions given": (
+        "dense",
+        POSITION,
+        lambda s, x: s.masked_fill(x[:, None, None] > x[:, None, :, None], lowest()),
+    ),
+    "queries": ("query padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, :, None], lowest())),
     "a run-time offset": (
         "causal with a run-time offset",
         torch.tensor(3),
-        lambda s, x: s.masked_fill(~(columns(N) <= rows(N) + x), LOWEST),
+        lambda s, x: s.masked_fill(~(columns(N) <= rows(N) + x), lowest()),
     ),
-    "a lower triangle given": ("dense", lower(N, N), lambda s, x: s.masked_fill(~x, LOWEST)),
-    "a matrix given": ("additive", torch.where(lower(N, N), 0.0, LOWEST), lambda s, x: s + x),
+    "a lower triangle given": ("dense", lower(N, N), lambda s, x: s.masked_fill(~x, lowest())),
+    "a matrix given": ("additive", torch.where(lower(N, N), 0.0, lowest()), lambda s, x: s + x),
     "causal and a matrix": (
         "causal and additive",
         torch.arange(N * N).view(N, N) / 50.0,
@@ -369,7 +394,7 @@ RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
     "or": (
         "dense",
         MASK,
-        lambda s, x: s.masked_fill(~(padded(x) | lower(N, N)), LOWEST),
+        lambda s, x: s.masked_fill(~(padded(x) | lower(N, N)), lowest()),
     ),
 }
 
@@ -400,7 +425,7 @@ def test_a_buffers_values_are_not_relied_on() -> None:
             self.register_buffer("triangle", lower(N, N))
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(scores(q, k).masked_fill(~self.triangle, LOWEST), v)
+            return attend(scores(q, k).masked_fill(~self.triangle, lowest()), v)
 
     report = same(Model(), *qkv(q_len=N, kv_len=N), rewritten=1, targets=("sdpa",))
     assert report.sites[0].mask == "dense"
@@ -422,6 +447,9 @@ GIVEN: dict[str, Callable[[int], dict[str, Tensor]]] = {
 }
 
 
+PADDED = {"none": "padding", "causal and chunked (4)": "causal and chunked (4) from a run-time start and padding"}
+
+
 def config(implementation: str) -> transformers.PreTrainedConfig:
     settings = transformers.MistralConfig(sliding_window=4)
     settings.attention_chunk_size = 4
@@ -431,40 +459,41 @@ def config(implementation: str) -> transformers.PreTrainedConfig:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_transformers_masks(factory: str, given: str, implementation: str) -> None:
+def test_transformers_masks(given: str, implementation: str) -> None:
     """The library's own mask factories, called inside the program, in every dialect and for any length."""
-    name, make = FACTORIES[factory]
-    if given == "positions" and factory.startswith("bidirectional"):
-        pytest.skip("it takes no positions")
     of = config(implementation)
 
-    def program(q: Tensor, k: Tensor, v: Tensor, x: Tensor, padding: Tensor) -> Tensor:
-        more = {"past_key_values": None, **GIVEN[given](x.shape[1])}
-        mask = make(of, inputs_embeds=x, attention_mask=padding if given == "padding" else None, **more)
-        s = scores(q, k)
-        if mask is None:
-            return attend(s.masked_fill(~lower(x.shape[1], x.shape[1]), -INF) if factory == "causal" else s, v)
-        return attend(s.masked_fill(~mask, LOWEST) if mask.dtype == torch.bool else s + mask, v)
+    def program(factory: str, make: Callable[..., Tensor | None]) -> Callable[..., Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor, x: Tensor, padding: Tensor) -> Tensor:
+            more = {"past_key_values": None, **GIVEN[given](x.shape[1])}
+            mask = make(of, inputs_embeds=x, attention_mask=padding if given == "padding" else None, **more)
+            s = scores(q, k)
+            if mask is None:
+                return attend(s.masked_fill(~lower(x.shape[1], x.shape[1]), -INF) if factory == "causal" else s, v)
+            return attend(s.masked_fill(~mask, lowest()) if mask.dtype == torch.bool else s + mask, v)
 
-    if given == "padding":
-        name = {
-            "none": "padding",
-            "causal and chunked (4)": "causal and chunked (4) from a run-time start and padding",
-        }.get(name, f"{name} and padding")
+        return run
+
     inputs = (*qkv(q_len=N, kv_len=N), torch.zeros(2, N, 4), MASK)
+    # Those that are bidirectional take no positions.
+    named = {f: name for f, (name, _) in FACTORIES.items() if given != "positions" or not f.startswith("bidirectional")}
+    programs = {factory: (program(factory, FACTORIES[factory][1]), inputs) for factory in named}
+    if given == "padding":
+        named = {factory: PADDED.get(name, f"{name} and padding") for factory, name in named.items()}
     for dynamic in (False, True):
-        report = same(program, *inputs, rewritten=1, dynamic=dynamic, targets=("sdpa",))
+        report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
         # Dynamo makes sizes of the configuration symbols, too.
-        assert re.sub(r"s\d+", "4", re.sub(r"-1\+s\d+", "3", report.sites[0].mask)) == name, dynamic
+        masks = [re.sub(r"s\d+", "4", re.sub(r"-1\+s\d+", "3", site.mask)) for site in report.sites]
+        assert dict(zip(named, masks, strict=True)) == named, dynamic
     # Each exported dialect of this length and of any: half of that for each implementation, as an export takes long.
+    whole = Together([(fn, len(inputs)) for fn, _ in programs.values()])
     length = {2: torch.export.Dim("length", min=5, max=99)}
     shapes = (length, length, length, {1: length[2]}, {1: length[2]})
     fixed, any_length = DIALECTS[1:] if implementation == "sdpa" else DIALECTS[:0:-1]
-    for dialect, dims in ((fixed, None), (any_length, shapes)):
-        (meaning,) = check(program, inputs, dialect, dims)
-        assert str(meaning.attention.mask) == name, (dialect, dims)
-        assert meaning.attention.mask.never_empty == (given != "padding")
+    for dialect, dims in ((fixed, None), (any_length, shapes * len(programs))):
+        read = check(whole, inputs * len(programs), dialect, dims, sites=len(programs))
+        assert dict(zip(named, (str(m.attention.mask) for m in read), strict=True)) == named, (dialect, dims)
+        assert [m.attention.mask.never_empty for m in read] == [given != "padding"] * len(read)
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -472,7 +501,7 @@ def test_lowest_numbers_times_a_comparison(in_place: bool) -> None:
     """As transformers wrote it for years; one off is another mask."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, further: int = 0) -> Tensor:
-        mask = torch.full((8, 8), torch.finfo(torch.float32).min)
+        mask = torch.full((8, 8), lowest())
         hidden = torch.arange(8) > torch.arange(8).reshape(-1, 1) + further
         if in_place:
             mask *= hidden
