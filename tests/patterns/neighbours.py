@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from against_eager import FLEX_ON_CPU, same
+from against_eager import FLEX_ON_CPU, same, same_each
 from torch import Tensor
 
 Program = Callable[..., Any]
@@ -62,6 +63,38 @@ def pairs(table: dict[str, Pair]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pair, near", rows)
 
 
+def groups(table: dict[str, Pair]) -> pytest.MarkDecorator:
+    """As `pairs`, for `check_each`: together what is rewritten, and alone each pair whose sites are not counted."""
+    rows: list[Any] = []
+    for near in (False, True):
+        told = {name: pair.near_reported if near else pair.reported for name, pair in table.items()}
+        alone = {n for n, p in table.items() if p.missing or (near and p.left) or told[n].get("target") == "flex"}
+        for grad in (False, True):
+            group = {n: p for n, p in table.items() if n not in alone and p.grad == grad}
+            if not near:  # a form that several pairs share is compiled once
+                group = {n: p for n, p in group.items() if n == next(m for m in group if group[m].form == p.form)}
+            if group:
+                rows.append(pytest.param(group, near, id=f"{'near ' * near}{'trained' if grad else 'all'}"))
+        rows += [row for row in pairs({n: table[n] for n in alone}).args[1] if row.values[1] == near]
+    return pytest.mark.parametrize("group, near", rows)
+
+
+def check_each(group: Mapping[str, Pair] | Pair, near: bool, **options: Any) -> None:
+    """`check` of pairs whose every site is rewritten, in one graph."""
+    if isinstance(group, Pair):
+        check(group, near, **options)
+        return
+    programs = {name: (pair.neighbour if near else pair.form, pair.inputs) for name, pair in group.items()}
+    grad = any(pair.grad for pair in group.values())
+    report = same_each(programs, rewritten=None, grad=grad, **options)
+    count = sum(pair.sites for pair in group.values())
+    assert [s.outcome for s in report.sites] == ["rewritten"] * count, [(s.outcome, s.reason) for s in report.sites]
+    sites = iter(report.sites)
+    for name, pair in group.items():
+        _told(list(islice(sites, pair.sites))[-1], pair.near_reported if near else pair.reported, name)
+        assert not near or tells_apart(pair), f"the inputs do not distinguish the look-alike from the form: {name}"
+
+
 def check(pair: Pair, near: bool, **options: Any) -> None:
     """The program is eager's and float64's in every result, gradient and written input, and is told for what it is."""
     program, reported = (pair.neighbour, pair.near_reported) if near else (pair.form, pair.reported)
@@ -80,7 +113,10 @@ def check(pair: Pair, near: bool, **options: Any) -> None:
     if pair.missing and not near and not report.rewritten:
         raise NotRewritten(said)
     assert [s.outcome for s in report.sites] == ["rewritten"] * pair.sites, said
-    site = report.sites[-1]
+    _told(report.sites[-1], reported, said)
+
+
+def _told(site: Any, reported: dict[str, Any], said: Any) -> None:
     facts = {**vars(site), "kv_heads": site.shapes["key"][1]}
     assert {name: facts[name] for name in reported} == reported, said
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import qkv, randn, same
-from neighbours import INF, LOWEST, Pair, attend, check, pairs, softmax
+from neighbours import INF, LOWEST, Pair, attend, check_each, groups, softmax
 from torch import Tensor, nn
 
 import attn_pass
@@ -20,8 +20,9 @@ POSITION = torch.tensor([4, 5, 6])
 CACHED = (*qkv(q_len=NEW, kv_len=NEW), *qkv(q_len=1, kv_len=PAST)[1:])
 
 
-def masked(scores: Tensor, keep: Tensor, fill: float = LOWEST) -> Tensor:
-    return scores.masked_fill(~keep, fill)
+def masked(scores: Tensor, keep: Tensor, fill: float | None = None) -> Tensor:
+    """Filled with what models write; a number of the module would be a symbol where sizes are."""
+    return scores.masked_fill(~keep, torch.finfo(torch.float32).min if fill is None else fill)
 
 
 def lower(rows: int, columns: int, diagonal: int = 0) -> Tensor:
@@ -118,15 +119,19 @@ STATIC = {
 }
 
 
-def symbolic(pair: Pair) -> Pair:
+def symbolic(group: dict[str, Pair] | Pair) -> dict[str, Pair] | Pair:
     """Offsets are names of sizes then."""
-    return replace(pair, reported={}, near_reported={})
+    if isinstance(group, Pair):
+        return replace(group, reported={}, near_reported={})
+    return {name: replace(pair, reported={}, near_reported={}) for name, pair in group.items()}
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pairs(STATIC)
-def test_static_caches(pair: Pair, near: bool, dynamic: bool | None) -> None:
-    check(symbolic(pair) if dynamic else pair, near, dynamic=dynamic)
+@groups(STATIC)
+def test_static_caches(group: dict[str, Pair] | Pair, near: bool, dynamic: bool | None) -> None:
+    check_each(
+        symbolic(group) if dynamic else group, near, dynamic=dynamic, aot=dynamic and not isinstance(group, Pair)
+    )
 
 
 @pytest.mark.parametrize("first", [4, 0, 9])
@@ -198,9 +203,9 @@ GROWN = {
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pairs(GROWN)
-def test_caches_that_grow(pair: Pair, near: bool, dynamic: bool | None) -> None:
-    check(symbolic(pair) if dynamic else pair, near, dynamic=dynamic)
+@groups(GROWN)
+def test_caches_that_grow(group: dict[str, Pair] | Pair, near: bool, dynamic: bool | None) -> None:
+    check_each(symbolic(group) if dynamic else group, near, dynamic=dynamic)
 
 
 def test_training_through_a_cat_cache() -> None:
@@ -285,9 +290,9 @@ MASKS = {
 }
 
 
-@pairs(MASKS)
-def test_where_masks_come_from(pair: Pair, near: bool) -> None:
-    check(pair, near)
+@groups(MASKS)
+def test_where_masks_come_from(group: dict[str, Pair] | Pair, near: bool) -> None:
+    check_each(group, near)
 
 
 @pytest.mark.parametrize("source", ["buffer", "input"])
