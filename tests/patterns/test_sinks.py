@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch import Tensor
 
 import attn_pass
 
-LOWEST = torch.finfo(torch.float32).min
 NEG_INF = float("-inf")
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 KEEP[0, 0, 3] = False  # a fully masked row
 SINK = randn(2, seed=4)
 TWO = randn(2, 2, 8, 2, seed=6)
 Program = Callable[..., Tensor]
+
+
+def lowest() -> float:
+    """As models write it; a number of the module would be a symbol where sizes are, and all be traced twice."""
+    return torch.finfo(torch.float32).min
 
 
 def softmax(scores: Tensor) -> Tensor:
@@ -61,10 +66,10 @@ def with_bias(bias: Callable[[], Tensor]) -> Program:
 
 READ: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "plain": (transformers, (SINK,)),
-    "an added mask": (transformers, (SINK, torch.zeros(2, 1, 8, 8).masked_fill(~KEEP, LOWEST))),
+    "an added mask": (transformers, (SINK, torch.zeros(2, 1, 8, 8).masked_fill(~KEEP, lowest()))),
     "an added mask of -inf": (transformers, (SINK, torch.zeros(2, 1, 8, 8).masked_fill(~KEEP, NEG_INF))),
     "filled": (
-        lambda q, k, v, s, m: softmax(joined((q @ k.mT).masked_fill(~m, LOWEST), s))[..., :-1] @ v,
+        lambda q, k, v, s, m: softmax(joined((q @ k.mT).masked_fill(~m, lowest()), s))[..., :-1] @ v,
         (SINK, KEEP),
     ),
     "causal": (with_bias(lambda: torch.full((8, 8), NEG_INF).triu(1)), (SINK,)),
@@ -76,7 +81,7 @@ READ: dict[str, tuple[Program, tuple[Any, ...]]] = {
     ),
     "a logit in front": (lambda q, k, v, s: softmax(in_front(q @ k.mT, s))[..., 1:] @ v, (SINK,)),
     "a logit in front of masked scores": (
-        lambda q, k, v, s, m: softmax(in_front((q @ k.mT).masked_fill(~m, LOWEST), s))[..., 1:] @ v,
+        lambda q, k, v, s, m: softmax(in_front((q @ k.mT).masked_fill(~m, lowest()), s))[..., 1:] @ v,
         (SINK, KEEP),
     ),
     "a zero in front": (
@@ -115,7 +120,7 @@ READ |= {
         (SINK,),
     ),
     "two alike, masked scores": (
-        lambda q, k, v, s, m: softmax(joined(joined((q @ k.mT).masked_fill(~m, LOWEST), s), s))[..., :-2] @ v,
+        lambda q, k, v, s, m: softmax(joined(joined((q @ k.mT).masked_fill(~m, lowest()), s), s))[..., :-2] @ v,
         (SINK, KEEP),
     ),
     "another product's score": (
@@ -209,7 +214,7 @@ LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
         (SINK,),
     ),
     "two that differ, in a row that may be fully masked": (
-        lambda q, k, v, s, m: softmax(torch.cat([(q @ k.mT).masked_fill(~m, LOWEST), s], -1))[..., :-2] @ v,
+        lambda q, k, v, s, m: softmax(torch.cat([(q @ k.mT).masked_fill(~m, lowest()), s], -1))[..., :-2] @ v,
         (TWO, KEEP),
     ),
     "a logit in front, the last weight thrown away": (
@@ -232,11 +237,10 @@ def test_read(dynamic: bool) -> None:
     same_each({name: (program, (*qkv(), *rest)) for name, (program, rest) in READ.items()}, dynamic=dynamic)
 
 
-@pytest.mark.parametrize("row", list(LEFT.values()), ids=list(LEFT))
-def test_left(row: tuple[Program, tuple[Any, ...]]) -> None:
-    program, rest = row
-    (site,) = same(program, *qkv(), *rest).sites
-    assert site.outcome == "left" or site.reason.endswith("also used by logsumexp, and stay")
+def test_left() -> None:
+    report = same_each({n: (program, (*qkv(), *rest)) for n, (program, rest) in LEFT.items()}, rewritten=None)
+    for name, site in zip(LEFT, report.sites, strict=True):
+        assert site.outcome == "left" or re.search(r"also used by logsumexp(_\d+)?, and stay$", site.reason), name
 
 
 def test_narrow_values() -> None:
@@ -292,13 +296,13 @@ def test_a_key_without_a_value_that_is_masked_in_an_empty_row(offset: int) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_of_float64_beside_a_sink(dtype: torch.dtype) -> None:
     """Float64 scores are shifted to what float32 keeps of them, row by row; the sink is no part of what is shifted."""
-    low = torch.full((8, 8), LOWEST, dtype=torch.float64).triu(1) + torch.arange(8)
+    low = torch.full((8, 8), lowest(), dtype=torch.float64).triu(1) + torch.arange(8)
     program = lambda q, k, v, sink: softmax(joined((q @ k.mT).double() + low, sink.double()))[..., :-1].to(v.dtype) @ v
     report = same(program, *qkv(dtype=dtype), SINK, rewritten=0, twice=3.0)
     assert "beside a sink" in report.left[0].reason
 
 
 def test_scores_of_float64_that_are_filled_beside_a_sink() -> None:
-    fill = lambda s: s.double().masked_fill(~KEEP, LOWEST)
+    fill = lambda s: s.double().masked_fill(~KEEP, lowest())
     program = lambda q, k, v, sink: softmax(joined(fill(q @ k.mT), sink.double()))[..., :-1].to(v.dtype) @ v
     same(program, *qkv(), SINK, rewritten=1, reference=False)
