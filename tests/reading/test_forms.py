@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import Together
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from programs import DIALECTS, Captured, capture, check, meanings
 from spellings import INF, forms
@@ -22,9 +21,7 @@ from attn_pass.poor_cases import variants
 Tensor = torch.Tensor
 EXAMPLES = int(os.environ.get("ATTN_PASS_EXAMPLES", "24"))  # of each property; a night of fuzzing takes thousands
 SHARE = {"dynamo": 1.0, "export": 0.7, "decomposed": 0.35}  # what an example costs differs
-TOGETHER = 4  # of them in one graph, which takes less long than a graph each
 B, H, L, S, D = 2, 3, 4, 5, 4
-Program = tuple[Callable[..., Any], Sequence[Tensor]]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -44,33 +41,19 @@ def test_any_spelling(strategy: Callable[[], st.SearchStrategy[Any]], dialect: s
     """Whatever is drawn is read, and description, normalised parts and every variant equal what the graph computes."""
 
     @settings(
-        max_examples=max(1, int(EXAMPLES * SHARE[dialect]) // TOGETHER),
+        max_examples=max(1, int(EXAMPLES * SHARE[dialect])),
         deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.lists(strategy(), min_size=TOGETHER, max_size=TOGETHER))
-    def run(drawn: list[Any]) -> None:
+    @given(strategy())
+    def run(form: Any) -> None:
         if dialect == "decomposed":
-            drawn = [form for form in drawn if not getattr(form, "has_einsum_over_one", False)]
-        check_together({str(form): (form, form.inputs()) for form in drawn}, dialect)
+            assume(not getattr(form, "has_einsum_over_one", False))
+        check(form, form.inputs(), dialect)
 
     run()
-
-
-def check_together(programs: dict[str, Program], dialect: str) -> None:
-    """`check` of programs of one site each in one graph; where something is wrong each alone, to tell which it is."""
-    whole = Together([(function, len(inputs)) for function, inputs in programs.values()])
-    try:
-        check(whole, [x for _, inputs in programs.values() for x in inputs], dialect, sites=len(programs))
-    except Exception as together:
-        for name, (function, inputs) in programs.items():
-            try:
-                check(function, inputs, dialect)
-            except Exception as error:
-                raise AssertionError(f"{name}: {error}") from error
-        raise AssertionError("each alone is right, and all in one graph are not") from together
 
 
 # ---------------------------------------------------------------- programs from the field
@@ -81,6 +64,7 @@ PADDING = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])
 KEEP = numbers(B, 1, L, S, seed=5) > -0.3
 KEEP[..., 0] = True
 
+Program = tuple[Callable[..., Any], Sequence[Tensor]]
 PROGRAMS: dict[str, Program] = {}
 
 
@@ -258,13 +242,10 @@ def keys_of_each_query(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_programs(dialect: str) -> None:
-    check_together({name: given for name, given in PROGRAMS.items() if name != "three_layers"}, dialect)
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_three_layers(dialect: str) -> None:
-    check(*PROGRAMS["three_layers"], dialect, sites=3)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str, dialect: str) -> None:
+    function, inputs = PROGRAMS[name]
+    check(function, inputs, dialect, sites=3 if name == "three_layers" else 1)
 
 
 # ---------------------------------------------------------------- symbolic sizes
@@ -370,17 +351,12 @@ HIDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("hide", HIDING)
-def test_causal_is_proved_or_not_said(hide: str) -> None:
+@pytest.mark.parametrize("mask", [*LOWER, *NOT_LOWER])
+def test_causal_is_proved_or_not_said(mask: str, hide: str) -> None:
     """Every spelling of key <= query is named; what differs by one, or in the axis, is not."""
-
-    def program(make: Callable[[int], Tensor]) -> Callable[..., Tensor]:
-        return lambda q, k, v: attend(HIDING[hide](q @ k.mT, make(6)), v)
-
-    masks = LOWER | NOT_LOWER
-    inputs = [x for _ in masks for x in square()]
-    read = check(Together([(program(make), 3) for make in masks.values()]), inputs, "dynamo", sites=len(masks))
-    said = {mask: meaning.attention.is_causal for mask, meaning in zip(masks, read, strict=True)}
-    assert said == {mask: mask in LOWER for mask in masks}
+    make = (LOWER | NOT_LOWER)[mask]
+    (meaning,) = check(lambda q, k, v: attend(HIDING[hide](q @ k.mT, make(6)), v), square(), "dynamo")
+    assert meaning.attention.is_causal == (mask in LOWER), meaning.attention.mask.structure
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(1, 5), (3, 5), (5, 3), (5, 5)])
