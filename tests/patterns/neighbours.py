@@ -75,7 +75,8 @@ def groups(table: dict[str, Pair]) -> pytest.MarkDecorator:
                 group = {n: p for n, p in group.items() if n == next(m for m in group if group[m].form == p.form)}
             if group:
                 rows.append(pytest.param(group, near, id=f"{'near ' * near}{'trained' if grad else 'all'}"))
-        rows += [row for row in pairs({n: table[n] for n in alone}).args[1] if row.values[1] == near]
+        by_themselves = {n: p for n, p in table.items() if n in alone}  # in the table's order: a set has none
+        rows += [row for row in pairs(by_themselves).args[1] if row.values[1] == near]
     return pytest.mark.parametrize("group, near", rows)
 
 
