@@ -448,6 +448,30 @@ def test_compilers_know_the_names_of_the_instruction_sets() -> None:
     assert set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', text)) <= set(known)
 
 
+@pytest.mark.parametrize("kernel", ["attend_type", "attend_few", source.BACKWARD])
+@pytest.mark.parametrize("machine", ["x86_64-linux-gnu", "aarch64-linux-gnu", "x86_64-macos", "aarch64-macos"])
+def test_clang_compiles_what_a_package_holds(machine: str, kernel: str, tmp_path: Path) -> None:
+    """Clang 16 from a wheel, with the headers of each system: it finds what GCC lets pass."""
+    sets = source.everywhere(False)
+    lines = [f"{source.kernel_source(sets, kernel=kernel)}\n"]
+    for number, dtype in enumerate(source.ELEMENTS):
+        name = "BackwardArgs" if kernel == source.BACKWARD else "Args"
+        arguments = f"{source.namespace_of(sets, '', kernel)}::{name}& args"
+        lines.append(f"void run_{number}({arguments}) {{\n{source.call_of(dtype, sets, kernel)}\n}}\n")
+    (tmp_path / "kernel.cpp").write_text("".join(lines))
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-target", machine, "-std=c++17", "-O0", "-g0", "-w"]
+    place = {"ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [*compiler, "-c", "kernel.cpp", "-o", "kernel.o"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | place,
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 def test_a_thread_does_not_keep_much_for_little() -> None:
     """Of one large backward; its memory is given back in the next call that needs little."""
     code = """

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import attn_pass
 from attn_pass.devices.cpu.kernel.gradients import FORWARD
+from attn_pass.devices.cpu.kernel.operator import attention
 
 SEEDS = (1 << 63) - 1
 LOWEST = torch.finfo(torch.float32).min
@@ -288,3 +289,13 @@ def test_an_exported_program_is_left() -> None:
 def test_arguments_that_do_not_go_together(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         FORWARD(*qkv(2, 2, 3, 4), 1.0, **given)
+
+
+def test_few_rows_of_a_segment_draw_what_many_do() -> None:
+    """A segment's heads have numbers of their own, whichever path its rows take."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, 1, 12, 16) for _ in range(2))
+    given = {"offsets": torch.tensor([0, 6, 12]), "seed": torch.tensor([5]), "dropout": 0.5}
+    few = attention(query, key, torch.eye(12)[None, None], 0.25, **given)
+    many = attention(query, key, torch.eye(12)[None, None], 0.25, **given, statistics=torch.empty(1, 1, 12, 2))
+    assert torch.equal(few == 0, many == 0)

@@ -88,6 +88,20 @@ def test_numbers_that_are_none_stay_in_their_row(rows: int, dtype: torch.dtype) 
     assert torch.equal(out[:, others], clean[:, others])
 
 
+@pytest.mark.parametrize("rows", [4, 8, 12, 16])
+def test_roundings_of_many_equal_weights_do_not_add_up(rows: int) -> None:
+    """One large score, and thousands of equal ones, in tasks of many panels: in lanes as beside them."""
+    count = 8192
+    key, value = torch.zeros(1, 1, count, 16), torch.ones(1, 1, count, 16)
+    key[:, :, 0, 0], value[:, :, 0] = 3.3, 0
+    query = torch.zeros(1, rows, 1, 16)
+    query[..., 0] = 1
+    expected, expected_lse = reference(query, key, value, 1.0)
+    out, lse = WITH_LSE(*(x.expand(64, -1, -1, -1) for x in (query, key, value)), 1.0)
+    assert difference(out[:1], expected) <= 1e-6
+    assert difference(lse[:1], expected_lse) <= 1e-6
+
+
 def test_every_score_may_be_minus_infinity() -> None:
     query, key, value = torch.ones(1, 8, 1, 4), torch.full((1, 1, 128, 4), float("-inf")), torch.ones(1, 1, 128, 4)
     assert OPERATOR(query, key, value, 0.5, fully_masked="zero").eq(0).all()

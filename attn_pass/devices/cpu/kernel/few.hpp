@@ -239,7 +239,9 @@ template <class T> void part_task(const void* job, i64 task) {
   if constexpr (!std::is_void_v<Isa::Half>) {
     in_lanes = takes_lanes<T>(j);
     const auto panels = [&](auto which) ATTN_LAMBDA { panels_in_lanes<T, decltype(which)>(j, rows, {all_lo, all_hi}, b, hk, from, to, memory, running); };
-    if (in_lanes && lanes_for(j) < W) panels(Isa::Half{});
+    // Clang before 20 checks what is discarded here, too, where no template makes it wait: there is no `void{}`.
+    using Half = std::conditional_t<std::is_void_v<Isa::Half>, Isa, Isa::Half>;
+    if (in_lanes && lanes_for(j) < W) panels(Half{});
     else if (in_lanes) panels(Isa{});
   }
   for (i64 w = from; w < to; ++w) {
@@ -293,7 +295,7 @@ template <class T> void part_task(const void* job, i64 task) {
       i32* weights = reinterpret_cast<i32*>(at);
       vec sum = Isa::zero();
       if (a.seed) {
-        const u64 left = left_word(j.dropout, b * a.H + rows[r].h, rows[r].i, key);
+        const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, key);
         sum = weigh<T, true>(at, weights, there, j.scale.factor, off, left, sum);
       } else {
         sum = weigh<T, false>(at, weights, there, j.scale.factor, off, 0, sum);

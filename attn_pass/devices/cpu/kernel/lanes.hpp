@@ -79,8 +79,10 @@ ATTN_ONCE vec score_lanes(const LanesMemory& at, i64 columns, const typename T::
   return V::repeated(largest);
 }
 
-// Scores -> weights, in place; their sum is added to `sum`. A pair of keys is one column where pairs are multiplied.
-template <class T, class V> ATTN_INLINE vec weigh_lanes(float* s, float factor, vec off, vec sum) {
+// Scores -> weights, in place; returns the sum of this panel alone: over all keys in one chain the roundings would add up.
+// A pair of keys is one column where pairs are multiplied.
+template <class T, class V> ATTN_INLINE vec weigh_lanes(float* s, float factor, vec off) {
+  vec sum = Isa::zero();
   const vec by = Isa::set1(factor);
   i32* p = reinterpret_cast<i32*>(s);
   const auto weight = [&](i64 i) ATTN_LAMBDA { return weight_of<T>(Isa::mul(Isa::sub(Isa::load(s + i), off), by)); };
@@ -126,7 +128,7 @@ ATTN_ONCE void attend_lanes(const Args& a, const Scale& scale, const LanesMemory
   vec by;
   if (raise(running, top, scale.factor, by))
     for (i64 i = 0; i < ldv * V::W; i += W) Isa::store(at.results + i, Isa::mul(by, Isa::load(at.results + i)));
-  running.sum = weigh_lanes<T, V>(at.scores, scale.factor, taken_off(running), running.sum);
+  running.sum = Isa::add(running.sum, weigh_lanes<T, V>(at.scores, scale.factor, taken_off(running)));
   const i32* values = at.values;
   i64 ld = ldv;
   if (T::CODE == FLOAT32 && a.DV % W == 0) values = reinterpret_cast<const i32*>(v), ld = a.v.stride[2];
