@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from against_eager import qkv, randn, same
+from against_eager import qkv, randn, same, same_each
 from gym_programs import GYM
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -62,6 +64,27 @@ def site_of(fn: Callable[..., Any], *inputs: Tensor, rewritten: int = 1, **optio
     return site
 
 
+def sites_of(
+    programs: Mapping[str, tuple[Callable[..., Any], Sequence[Tensor]]], **options: Any
+) -> dict[str, attn_pass.SiteReport]:
+    """`site_of` for programs that are rewritten, all in one graph."""
+    with torch.no_grad():
+        report = same_each(programs, **{"targets": ("sdpa",), **options})
+    assert {site.form for site in report.sites} == {"flex_attention"}
+    return dict(zip(programs, report.sites, strict=True))
+
+
+@pytest.fixture
+def rows_lists_alone() -> Iterator[None]:
+    """Block masks without the lists that a backward reads, which take a third of the time to trace."""
+    make = BlockMask.from_kv_blocks.__func__  # type: ignore[attr-defined]
+    names = make.__code__.co_varnames[: make.__code__.co_argcount]
+    defaults = dict(zip(names[-len(make.__defaults__) :], make.__defaults__, strict=True))
+    assert defaults["compute_q_blocks"] is True
+    with mock.patch.object(make, "__defaults__", tuple({**defaults, "compute_q_blocks": False}.values())):
+        yield
+
+
 # ---------------------------------------------------------------- masks
 
 
@@ -72,9 +95,7 @@ def test_a_call_without_a_mask_is_a_plain_attention() -> None:
     assert site_of(flex(), *qkv(2, 4, 3, 7), dynamic=True).mask == "none"
 
 
-@pytest.mark.parametrize("name", [n for n in GYM if GYM[n].keep is not None and GYM[n].scores is None])
-def test_masks_of_attention_gym(name: str) -> None:
-    """Made outside their lists are part of what is kept; made in the program they are proved to say the same."""
+def of_gym(name: str) -> Mask:
     wanted, ids = GYM[name], (torch.arange(N)[None] * torch.tensor([[1], [2]])) // 40
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -82,32 +103,45 @@ def test_masks_of_attention_gym(name: str) -> None:
         keep = wanted.keep(i, j)
         return keep & (ids[b, i] == ids[b, j]) if wanted.ids else keep
 
-    batch = 2 if wanted.ids else None
-    inside = site_of(made_inside(mask, batch), *qkv(2, 2, N, N))
-    assert inside.mask == wanted.mask.removesuffix(", by distance") or not wanted.mask or "by distance" in inside.mask
-    assert not [a for a in inside.assumptions if "block" in a]
-    outside = site_of(flex(blocks(mask, batch=batch)), *qkv(2, 2, N, N))
-    assert outside.mask == "dense"
-    assert "the block lists name each block once" in outside.assumptions
+    return mask
 
 
+@pytest.mark.usefixtures("rows_lists_alone")
+def test_masks_of_attention_gym() -> None:
+    """Made outside their lists are part of what is kept; made in the program they are proved to say the same."""
+    masks = {n: (of_gym(n), 2 if GYM[n].ids else None) for n in GYM if GYM[n].keep is not None and not GYM[n].scores}
+    inputs = qkv(2, 2, N, N)
+    for name, inside in sites_of({n: (made_inside(*given), inputs) for n, given in masks.items()}).items():
+        mask = GYM[name].mask
+        assert inside.mask == mask.removesuffix(", by distance") or not mask or "by distance" in inside.mask, name
+        assert not [a for a in inside.assumptions if "block" in a], name
+    outside = sites_of({n: (flex(blocks(mask, batch=batch)), inputs) for n, (mask, batch) in masks.items()})
+    for name, site in outside.items():
+        assert site.mask == "dense", name
+        assert "the block lists name each block once" in site.assumptions, name
+
+
+@pytest.mark.usefixtures("rows_lists_alone")
 def test_padding_by_captured_lengths() -> None:
     lengths = torch.tensor([40, 77])
 
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j < lengths[b]) & (j <= i)
 
-    assert site_of(made_inside(mask, 2), *qkv(2, 2, N, N)).mask == "causal and run-time range"
-    site_of(flex(blocks(mask, batch=2)), *qkv(2, 2, N, N))
+    inputs = qkv(2, 2, N, N)
+    sites = sites_of({"inside": (made_inside(mask, 2), inputs), "outside": (flex(blocks(mask, batch=2)), inputs)})
+    assert sites["inside"].mask == "causal and run-time range"
 
 
+@pytest.mark.usefixtures("rows_lists_alone")
 def test_rows_without_a_key_are_zero() -> None:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j < i - 40) & (i != 70)
 
-    for fn in (made_inside(mask), flex(blocks(mask))):
-        site_of(fn, *qkv(1, 2, N, N))
-        site_of(fn, *qkv(1, 2, N, N), targets=("cpu_kernel",))
+    inputs = qkv(1, 2, N, N)
+    programs = {"inside": (made_inside(mask), inputs), "outside": (flex(blocks(mask)), inputs)}
+    for target in ("sdpa", "cpu_kernel"):
+        sites_of(programs, targets=(target,))
 
 
 def test_a_mask_that_depends_on_the_head() -> None:
@@ -120,14 +154,14 @@ def test_a_mask_that_depends_on_the_head() -> None:
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_and_lengths_that_are_not_multiples_of_a_block(dtype: torch.dtype) -> None:
     inputs = qkv(2, 4, 37, 53, kv_heads=1, value_dim=24, dtype=dtype)
-    site_of(flex(blocks(causal, 37, 53)), *inputs, targets=("cpu_kernel",))
-    site_of(made_inside(causal), *inputs, targets=("cpu_kernel",))
+    programs = {"outside": (flex(blocks(causal, 37, 53)), inputs), "inside": (made_inside(causal), inputs)}
+    sites_of(programs, targets=("cpu_kernel",))
 
 
-@pytest.mark.parametrize("q_len", [1, 33])
-def test_lengths_that_are_not_known(q_len: int) -> None:
-    site = site_of(made_inside(causal), *qkv(2, 2, q_len + 2, 70), dynamic=True)
-    assert site.mask == "causal"
+def test_lengths_that_are_not_known() -> None:
+    for q_len in (3, 35):
+        site = site_of(made_inside(causal), *qkv(2, 2, q_len, 70), dynamic=True)
+        assert site.mask == "causal"
     site_of(flex(blocks(causal, 65, 97)), *qkv(2, 2, 65, 97), dynamic=True)
 
 
@@ -224,18 +258,6 @@ def test_lists_made_from_another_mask_prove_nothing() -> None:
         assert "the block lists name each block once" in site.assumptions
 
 
-def remade(change: Callable[[BlockMask], tuple[Any, ...]], size: int | tuple[int, int] = SIZE) -> Callable[..., Tensor]:
-    """A program that puts a block mask together of other lists than `create_block_mask` made, of the same function."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
-        lists = change(made)
-        again = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=causal, seq_lengths=(N, N))
-        return flex_attention(q, k, v, block_mask=again)
-
-    return run
-
-
 def parts(made: BlockMask) -> tuple[Any, ...]:
     return made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
 
@@ -274,25 +296,34 @@ def counted(whole: int) -> Callable[[BlockMask], tuple[Any, ...]]:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "size", "proved"),
-    [
-        (parts, SIZE, True),
-        (parts, 64, False),
-        (parts, (16, 64), False),
-        *((f, SIZE, False) for f in (swapped, mixed, not_full, other_places)),
-        (counted(SIZE * SIZE), SIZE, True),
-        (counted(SIZE * SIZE // 2), SIZE, False),
-    ],
-)
-def test_which_lists_of_a_program_are_a_proof(
-    change: Callable[[BlockMask], tuple[Any, ...]], size: int | tuple[int, int], proved: bool
-) -> None:
+LISTS: dict[str, tuple[Callable[[BlockMask], tuple[Any, ...]], int | tuple[int, int], bool]] = {
+    "as they are": (parts, SIZE, True),
+    "of other blocks": (parts, 64, False),
+    "of blocks of other sides": (parts, (16, 64), False),
+    **{f.__name__: (f, SIZE, False) for f in (swapped, mixed, not_full, other_places)},
+    "counted": (counted(SIZE * SIZE), SIZE, True),
+    "counted, half a block is a whole one": (counted(SIZE * SIZE // 2), SIZE, False),
+}
+
+
+def test_which_lists_of_a_program_are_a_proof() -> None:
+    """Block masks put together of lists that `create_block_mask` made, or of others, of the same function."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        made = create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        results = []
+        for change, size, _ in LISTS.values():
+            again = BlockMask.from_kv_blocks(
+                *change(made), BLOCK_SIZE=size, mask_mod=causal, seq_lengths=(N, N), compute_q_blocks=False
+            )
+            results.append(flex_attention(q, k, v, block_mask=again))
+        return results
+
     torch._dynamo.reset()
-    report = attn_pass.explain(remade(change, size), *qkv(1, 2, N, N), attn_pass_options=FUSED)
-    (site,) = report.sites
-    assert ("the block lists name each block once" not in site.assumptions) == proved
-    assert site.mask == ("causal" if proved else "dense")
+    report = attn_pass.explain(run, *qkv(1, 2, N, N), attn_pass_options=FUSED)
+    for (name, (_, _, proved)), site in zip(LISTS.items(), report.sites, strict=True):
+        assert ("the block lists name each block once" not in site.assumptions) == proved, name
+        assert site.mask == ("causal" if proved else "dense"), name
 
 
 def test_lists_that_the_program_writes_are_what_it_wrote() -> None:
@@ -364,17 +395,22 @@ def double(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 NUMBER = torch.tensor(0.3)
 
 
-@pytest.mark.parametrize("score", [alibi, relative, row_then_column, double])
-def test_what_score_functions_add_and_multiply(score: Scores) -> None:
-    site_of(flex(None, score), *qkv(2, 4, N, N, kv_heads=2), reference=False)
-    site_of(flex(blocks(causal), score), *qkv(2, 4, N, N, kv_heads=2), reference=False)
+def test_what_score_functions_add_and_multiply() -> None:
+    inputs, made = qkv(2, 4, N, N, kv_heads=2), blocks(causal)
+    programs = {
+        f"{score.__name__}, {'causal' if mask else 'no mask'}": (flex(mask, score), inputs)
+        for score in (alibi, relative, row_then_column, double)
+        for mask in (None, made)
+    }
+    sites_of(programs, reference=False)
 
 
-@pytest.mark.parametrize("score", [soft_cap, weak])
-def test_functions_of_the_scores_on_the_cpu_kernel(score: Scores) -> None:
-    site = site_of(flex(None, score), *qkv(2, 4, 33, N, kv_heads=2), targets=("cpu_kernel",))
-    assert site.score_mod
-    site_of(flex(blocks(causal), score), *qkv(2, 4, N, N, dtype=torch.bfloat16), targets=("cpu_kernel",))
+def test_functions_of_the_scores_on_the_cpu_kernel() -> None:
+    scores, made = {"soft cap": soft_cap, "weak": weak}, blocks(causal)
+    whole, narrow = qkv(2, 4, 33, N, kv_heads=2), qkv(2, 4, N, N, dtype=torch.bfloat16)
+    sites = sites_of({name: (flex(None, f), whole) for name, f in scores.items()}, targets=("cpu_kernel",))
+    assert all(site.score_mod for site in sites.values())
+    sites_of({name: (flex(made, f), narrow) for name, f in scores.items()}, targets=("cpu_kernel",))
 
 
 def test_indices_in_another_order_are_another_function() -> None:
@@ -386,8 +422,8 @@ def test_indices_in_another_order_are_another_function() -> None:
     def turned(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + square[j, i]
 
-    for score in (straight, turned):
-        site_of(flex(None, score), *qkv(1, 2, N, N), reference=False)
+    inputs = qkv(1, 2, N, N)
+    sites_of({f.__name__: (flex(None, f), inputs) for f in (straight, turned)}, reference=False)
 
 
 # ---------------------------------------------------------------- what else a call returns
@@ -549,6 +585,12 @@ def predicted(fn: Callable[..., Any], length: int = 2048) -> list[dict[str, floa
     return [dict(site.predicted_us) for site in report.sites]
 
 
+@functools.cache
+def of_every_key() -> dict[str, float]:
+    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    return full
+
+
 def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (j <= i) & (i - j < 256)
 
@@ -570,7 +612,7 @@ def test_a_mask_function_says_which_share_of_its_blocks_a_call_computes() -> Non
         return flex_attention(q, k, v, block_mask=made)
 
     (passed,), (made,), (narrow,) = predicted(from_outside(causal)), predicted(inside), predicted(from_outside(window))
-    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    full = of_every_key()
     assert passed["leave"] == made["leave"] and 0.5 < made["leave"] / full["leave"] < 0.6
     assert 0.15 < narrow["leave"] / full["leave"] < 0.25
     # The kernel skips what the mask hides as well, and pays for the mask.
@@ -603,8 +645,7 @@ def test_what_depends_on_data_hides_as_much_from_the_kernel_as_from_the_call() -
     def of_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return document[i] == document[j]
 
-    (documents,) = predicted(from_outside(of_documents))
-    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    (documents,), full = predicted(from_outside(of_documents)), of_every_key()
     assert documents["leave"] < 0.2 * full["leave"]
     assert documents["cpu_kernel"] < 0.6 * full["cpu_kernel"]
 
@@ -618,10 +659,8 @@ def test_a_bias_hides_no_block() -> None:
     def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(j <= i, score, -float("inf"))
 
-    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
-    for score in (slopes, hidden):
-        (biased,) = predicted(lambda q, k, v, score=score: flex_attention(q, k, v, score_mod=score))
-        assert biased["leave"] == pytest.approx(full["leave"])
+    for biased in predicted(lambda q, k, v: [flex_attention(q, k, v, score_mod=score) for score in (slopes, hidden)]):
+        assert biased["leave"] == pytest.approx(of_every_key()["leave"])
 
 
 def test_the_log_sum_exp_that_inductor_has_not_on_cpus() -> None:
@@ -633,7 +672,7 @@ def test_the_log_sum_exp_that_inductor_has_not_on_cpus() -> None:
         return flex_attention(q, k, v, block_mask=made, return_lse=True)
 
     with torch.no_grad(), pytest.raises(Exception, match="return_lse"):
-        torch.compile(run)(q, k, v)
+        torch.compile(flex(blocks(causal), return_lse=True))(q, k, v)
     (out, lse), site = through_inductor(run, q, k, v)
     assert site.reason.endswith("the scores' log-sum-exp is used as well, and the kernel gives it")
     scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), float("-inf"))
