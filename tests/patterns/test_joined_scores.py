@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import qkv, randn, same
+from against_eager import Together, qkv, randn, same, same_each
 from torch import Tensor
 
 import attn_pass
@@ -227,9 +227,8 @@ def inputs(grad: bool = False) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", list(READ))
-def test_read_over_joined_keys(name: str, grad: bool) -> None:
-    same(READ[name], *inputs(grad), grad=grad, rewritten=1)
+def test_read_over_joined_keys(grad: bool) -> None:
+    same_each({name: (program, inputs(grad)) for name, program in READ.items()}, grad=grad)
 
 
 @pytest.mark.parametrize("name", list(LEFT))
@@ -249,17 +248,17 @@ def test_values_in_another_order() -> None:
     same(order, *inputs(), rewritten=1)
 
 
-@pytest.mark.parametrize("name", list(READ))
-def test_exported(name: str) -> None:
-    class Module(torch.nn.Module):
-        def forward(self, *given: Tensor) -> Tensor:
-            return READ[name](*given)
-
-    program = torch.export.export(Module(), inputs())
+def test_exported() -> None:
+    whole, given = Together([(program, 5) for program in READ.values()]), inputs() * len(READ)
+    program = torch.export.export(whole, given)
     report = attn_pass.rewrite(program, choose="fused", on_error="raise")
-    assert [s.outcome for s in report.sites] == ["rewritten"], [s.reason for s in report.sites]
+    outcomes = {name: s.outcome for name, s in zip(READ, report.sites, strict=True)}
+    assert outcomes == dict.fromkeys(READ, "rewritten"), [s.reason for s in report.sites]
     assert not any("softmax" in str(n.target) or "mm" in str(n.target) for n in program.graph.nodes)
-    torch.testing.assert_close(program.module()(*inputs()), Module()(*inputs()), atol=1e-5, rtol=1e-5)
+    for name, result, expected in zip(READ, program.module()(*given), whole(*given), strict=True):
+        torch.testing.assert_close(
+            result, expected, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def wide_masked_by_their_shape(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
@@ -274,13 +273,6 @@ def test_wide_scores_of_half_operands_that_are_masked_by_their_shape(grad: bool)
     """What takes a shape from the joined scores keeps its own input while they are decided."""
     given = [x.detach().half().requires_grad_(grad) for x in inputs()]
     same(wide_masked_by_their_shape, *given, grad=grad, rewritten=1)
-
-
-@pytest.mark.parametrize("name", list(READ))
-def test_dynamic_verified_and_in_half_precision(name: str) -> None:
-    same(READ[name], *inputs(), dynamic=True, rewritten=1)
-    same(READ[name], *inputs(), rewritten=1, verify="graph")
-    same(READ[name], *(x.bfloat16() for x in inputs()), rewritten=1)
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
@@ -307,16 +299,17 @@ SPLIT: dict[str, Program] = {"split": split, "sliced": sliced, "narrowed": narro
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("name", list(SPLIT))
-def test_weights_in_pieces(name: str, grad: bool) -> None:
-    same(SPLIT[name], *inputs(grad), grad=grad, rewritten=1)
+def test_weights_in_pieces(grad: bool) -> None:
+    same_each({name: (program, inputs(grad)) for name, program in SPLIT.items()}, grad=grad)
 
 
-@pytest.mark.parametrize("name", list(SPLIT))
-def test_weights_in_pieces_verified_and_in_half_precision(name: str) -> None:
-    same(SPLIT[name], *inputs(), rewritten=1, verify="graph")
-    same(SPLIT[name], *inputs(), dynamic=name != "split", rewritten=1)
-    same(SPLIT[name], *(x.bfloat16() for x in inputs()), rewritten=1)
+@pytest.mark.parametrize("programs", [READ, SPLIT], ids=["joined", "in pieces"])
+def test_dynamic_verified_and_in_half_precision(programs: dict[str, Program]) -> None:
+    fixed = {"split"}  # it names its lengths
+    same_each({n: (fn, inputs()) for n, fn in programs.items() if n not in fixed}, dynamic=True)
+    report = same_each({n: (fn, inputs()) for n, fn in programs.items()}, verify="graph")
+    assert all(site.verified_error is not None for site in report.sites)
+    same_each({n: (fn, tuple(x.bfloat16() for x in inputs())) for n, fn in programs.items()})
 
 
 def overlapping(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same, same_each
 
 import attn_pass
 from attn_pass.model.index import divide
@@ -47,19 +48,33 @@ def attention(keep: Keep) -> Callable[..., torch.Tensor]:
     return run
 
 
+def local(programs: Mapping[str, tuple[Callable[..., torch.Tensor], Sequence[torch.Tensor]]], **more: Any) -> None:
+    same_each(programs, choose="fused", targets=("local",), **more)
+
+
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("length", [17, 64, 131])
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_and_chunks(name: str, length: int, grad: bool) -> None:
-    inputs = qkv(2, 3, length, length, grad=grad)
-    same(attention(WINDOWS[name]), *inputs, rewritten=1, grad=grad, choose="fused", targets=("local",))
+def test_windows_and_chunks(grad: bool) -> None:
+    programs = {
+        f"{name}, {length} positions": (attention(keep), qkv(2, 3, length, length, grad=grad))
+        for name, keep in WINDOWS.items()
+        for length in (17, 64, 131)
+    }
+    local(programs, grad=grad)
+
+
+SHAPES: tuple[dict[str, int], ...] = (
+    {"kv_heads": 1},
+    {"kv_heads": 2, "value_dim": 8},
+    {"value_dim": 24},
+    {"kv_len": 97},
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [{"kv_heads": 1}, {"kv_heads": 2, "value_dim": 8}, {"value_dim": 24}, {"kv_len": 97}])
-def test_grouped_heads_head_dims_and_unequal_lengths(shape: dict[str, int], dtype: torch.dtype) -> None:
-    inputs = qkv(**{"batch": 2, "heads": 4, "q_len": 70, "kv_len": 70, **shape}, dtype=dtype)  # type: ignore[arg-type]
-    same(attention(WINDOWS["both sides"]), *inputs, rewritten=1, choose="fused", targets=("local",))
+def test_grouped_heads_head_dims_and_unequal_lengths(dtype: torch.dtype) -> None:
+    sizes = {"batch": 2, "heads": 4, "q_len": 70, "kv_len": 70}
+    fn = attention(WINDOWS["both sides"])
+    local({str(shape): (fn, qkv(**{**sizes, **shape}, dtype=dtype)) for shape in SHAPES})  # type: ignore[arg-type]
 
 
 def test_more_keys_than_rows_see_them() -> None:
@@ -67,15 +82,13 @@ def test_more_keys_than_rows_see_them() -> None:
     same(attention(WINDOWS["causal window"]), *inputs, rewritten=1, choose="fused", targets=("local",))
 
 
-@pytest.mark.parametrize("name", ["causal window", "both sides", "causal chunks"])
-def test_dynamic_length(name: str) -> None:
-    inputs = qkv(2, 2, 50, 50)
-    same(attention(WINDOWS[name]), *inputs, rewritten=1, dynamic=True, choose="fused", targets=("local",))
+def test_dynamic_length() -> None:
+    names = ("causal window", "both sides", "causal chunks")
+    local({name: (attention(WINDOWS[name]), qkv(2, 2, 50, 50)) for name in names}, dynamic=True)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_no_window(name: str) -> None:
-    same(attention(OTHERS[name]), *qkv(1, 2, 40, 40), rewritten=0, choose="fused", targets=("local",))
+def test_no_window() -> None:
+    local({name: (attention(keep), qkv(1, 2, 40, 40)) for name, keep in OTHERS.items()}, rewritten=0)
 
 
 def test_a_window_beside_padding_is_not_cut() -> None:
