@@ -125,7 +125,7 @@ CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases te
 test-version:
 	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install torch==$(TORCH)
-	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer jinja2 platformdirs pytest pytest-xdist hypothesis
+	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer jinja2 platformdirs pytest pytest-xdist hypothesis ziglang
 	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
 
 # The wheel in an environment of its own, with the libraries of this one: what is missing in it shows there.
