@@ -124,14 +124,16 @@ class Plain(Deberta):
         return self.after(self, x, mask)
 
 
+def everywhere() -> list[Tensor]:
+    """Padding behind the tokens, before them and anywhere: batches of one compiled program."""
+    return [*masks(), *masks(left=True), *anywhere()]
+
+
 @pytest.mark.parametrize("after", [first, tokens])
 @pytest.mark.parametrize("by_hand", [True, False])
-@pytest.mark.parametrize("batches", [masks, lambda: masks(left=True), anywhere], ids=["right", "left", "anywhere"])
-def test_a_product_of_a_mask_with_itself(
-    after: Callable[..., Any], by_hand: bool, batches: Callable[[], list[Tensor]]
-) -> None:
+def test_a_product_of_a_mask_with_itself(after: Callable[..., Any], by_hand: bool) -> None:
     """Rows of padding are masked fully: one that is read averages all values of its sequence."""
-    assert packed(Plain(after, by_hand), batches()).packed == 2
+    assert packed(Plain(after, by_hand), everywhere()).packed == 2
 
 
 def _themselves(mask: Tensor) -> Tensor:
@@ -151,8 +153,7 @@ def _drawn(mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("pairs", [_themselves, _all_keys_of_padding, _drawn])
 @pytest.mark.parametrize("after", [first, tokens, lambda model, x, mask: x[:, -1]])
 def test_other_masks_of_pairs(pairs: Callable[..., Tensor], after: Callable[..., Any]) -> None:
-    for batches in (masks(), anywhere()):
-        packed(Plain(after, pairs=pairs), batches)
+    packed(Plain(after, pairs=pairs), [*masks(), *anywhere()])
 
 
 def test_a_mask_that_all_sequences_share_tells_nothing_of_padding() -> None:
@@ -170,14 +171,8 @@ def test_a_mask_that_all_sequences_share_tells_nothing_of_padding() -> None:
 @pytest.mark.parametrize("terms", ["c2p p2c", "c2p", "p2c", "c2p p2c of an input", "p2c of an input"])
 @pytest.mark.parametrize("after", [first, tokens])
 def test_an_encoder_with_disentangled_attention(terms: str, after: Callable[..., Any]) -> None:
-    region = packed(Deberta(after, terms), masks())
+    region = packed(Deberta(after, terms), everywhere())
     assert region.packed == 2 and "reach only their own scores" in " ".join(region.exits)
-
-
-@pytest.mark.parametrize("batches", [lambda: masks(left=True), anywhere], ids=["left", "anywhere"])
-def test_disentangled_attention_with_padding_anywhere(batches: Callable[[], list[Tensor]]) -> None:
-    assert packed(Deberta(first), batches()).packed == 2
-    assert packed(Deberta(tokens), batches()).packed == 2
 
 
 def test_scores_by_hidden_states_that_are_returned() -> None:
