@@ -449,15 +449,17 @@ def test_compilers_know_the_names_of_the_instruction_sets() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["attend_type", "attend_few", source.BACKWARD])
-@pytest.mark.parametrize("machine", ["x86_64-linux-gnu", "aarch64-linux-gnu", "x86_64-macos", "aarch64-macos"])
+@pytest.mark.parametrize("machine", ["x86_64-linux-gnu", "aarch64-macos"])
 def test_clang_compiles_what_a_package_holds(machine: str, kernel: str, tmp_path: Path) -> None:
     """Clang 16 from a wheel, with the headers of each system: it finds what GCC lets pass."""
     sets = source.everywhere(False)
     lines = [f"{source.kernel_source(sets, kernel=kernel)}\n"]
     for number, dtype in enumerate(source.ELEMENTS):
         name = "BackwardArgs" if kernel == source.BACKWARD else "Args"
-        arguments = f"{source.namespace_of(sets, '', kernel)}::{name}& args"
-        lines.append(f"void run_{number}({arguments}) {{\n{source.call_of(dtype, sets, kernel)}\n}}\n")
+        taken = f"auto& args = *static_cast<{source.namespace_of(sets, '', kernel)}::{name}*>(given);"
+        checked_alone = dtype != torch.bfloat16 or kernel != "attend_type"  # code for all of them takes a minute
+        lines.append(f"{'static ' * checked_alone}void run_{number}(void* given) {{\n{taken}\n")
+        lines.append(f"{source.call_of(dtype, sets, kernel)}\n}}\n")
     (tmp_path / "kernel.cpp").write_text("".join(lines))
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", machine, "-std=c++17", "-O0", "-g0", "-w"]
     place = {"ZIG_GLOBAL_CACHE_DIR": str(tmp_path), "ZIG_LOCAL_CACHE_DIR": str(tmp_path)}

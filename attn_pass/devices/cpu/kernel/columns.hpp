@@ -3,7 +3,7 @@
 using vec = Isa::vec;
 constexpr int W = Isa::W, PANEL = 64;  // keys of a panel, one bit of a word each
 constexpr int WIDE = Isa::NR * W;      // columns of the micro-kernel
-constexpr int HALF = WIDE >= PANEL ? Isa::NR / 2 : Isa::NR;  // vectors of keys that it takes at least
+constexpr bool ANY_WIDTH = WIDE >= PANEL;  // whether it takes a panel at once, or as many vectors of its keys as are needed
 
 struct F32 {
   using st = float;

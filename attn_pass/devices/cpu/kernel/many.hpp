@@ -98,13 +98,12 @@ inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel)
 template <class T> constexpr i64 scores_of_row() { return T::PANELS * PANEL + (T::TILES ? W : 0); }
 
 constexpr int MOST_PANELS = 8;
-constexpr int FIRST_STEP = std::max(HALF, 2) * W;  // keys: from a multiple of it on, whole steps of products end with the panel
-static_assert(FIRST_STEP % (HALF * W) == 0 && FIRST_STEP % (2 * W) == 0 && PANEL % FIRST_STEP == 0, "a step would leave the panel");
 struct Strip {
   i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
   u32 active;                             // panels with kept keys
   u32 careful;                            // of these those whose values are not all finite, and not all rows keep all keys
-  u8 from[MOST_PANELS], to[MOST_PANELS];  // the keys of a panel that are computed: whole steps around those that a row keeps
+  // From which key of a panel on some row keeps keys, of how many there are weights, and columns up to the last that is kept.
+  u8 from[MOST_PANELS], there[MOST_PANELS], columns[MOST_PANELS];
 };
 
 #if ATTN_TILES
@@ -135,7 +134,7 @@ template <class T> ATTN_INLINE Strip rows_of_strip(i64 n, i64 count, i64 x) {
 template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, Packed packed, char* memory) {
   const Args& a = j.a;
   using st = typename T::st;
-  constexpr i64 STRIP = T::STRIP, PANELS = T::PANELS;
+  constexpr i64 STRIP = T::STRIP, PANELS = T::PANELS, STEP = step_of_keys<T>();
   const i64 b = bh / a.HK, hk = bh % a.HK;
   const i64 first = block * ROWS, n = std::min<i64>(ROWS, j.rows - first), padded = round_up(n, STRIP);
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
@@ -182,15 +181,17 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const auto at_row = [&](i64 r) ATTN_LAMBDA { return s + (T::TILES ? r % (2 * STRIP) : r) * LD; };  // in tiles of two strips
-  Lines lines[4];  // of a head that is one tile: its result, and what the next one reads
+  Lines lines[4];  // the result, and what the next task reads: of a head that is one tile, the next head; else rows before these
   Ahead ahead = {lines, lines};
-  if (j.panels == 1 && j.blocks == 1 && j.group == 1) {
-    if (a.out) ahead.add(static_cast<st*>(a.out) + b * a.out_stride[0] + hk * a.out_stride[1], a.out_stride, a.L, a.DV);
-    if (bh + 1 < a.B * a.HK) {
-      const i64 next_b = (bh + 1) / a.HK, next_h = (bh + 1) % a.HK;
-      for (const Operand* x : {&a.q, &a.k, &a.v})
-        ahead.add(rows_at<T>(*x, next_b, next_h, 0), x->stride, x == &a.q ? a.L : a.S, x == &a.v ? a.DV : a.D);
-    }
+  const i64 h = hk * j.group + first / a.L, row = first % a.L;
+  if (a.out) ahead.add(static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + row * a.out_stride[2], a.out_stride, std::min(n, a.L - row), a.DV);
+  if (j.panels > 1 || j.blocks > 1 || j.group > 1) {
+    const i64 before = std::min(ROWS, row);
+    ahead.add(rows_at<T>(a.q, b, h, row - before), a.q.stride, before, a.D);
+  } else if (bh + 1 < a.B * a.HK) {
+    const i64 next_b = (bh + 1) / a.HK, next_h = (bh + 1) % a.HK;
+    for (const Operand* x : {&a.q, &a.k, &a.v})
+      ahead.add(rows_at<T>(*x, next_b, next_h, 0), x->stride, x == &a.q ? a.L : a.S, x == &a.v ? a.DV : a.D);
   }
 
   #if ATTN_TILES
@@ -225,9 +226,9 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
-      i64 from = 0, to = whole_steps(strip.hi - key);
+      i64 from = 0, to = std::min<i64>(PANEL, strip.hi - key);
       // Where products take more keys in a step than there are, scores of keys that do not count would be among the largest.
-      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to && to % FIRST_STEP == 0;
+      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to && to % STEP == 0;
       if (full && a.bias.data) full = biases_keep_all(a, rows + strip.row, strip.rows, key);
       if (!full) {
         u64 any = 0, all = ~u64(0);
@@ -239,27 +240,27 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         full = !~all;
         if (!full && !finite[p]) strip.careful |= 1u << p;
         if (!a.replaces) {
-          from = __builtin_ctzll(any) / FIRST_STEP * FIRST_STEP, to = whole_steps(PANEL - __builtin_clzll(any));
+          from = __builtin_ctzll(any) / STEP * STEP, to = PANEL - __builtin_clzll(any);
           for (i64 r = strip.row; r < strip.row + strip.rows; ++r) words[p][r] >>= from;  // from here on
         }
       }
       strip.active |= 1u << p;
-      strip.from[p] = u8(from), strip.to[p] = u8(to);
-      const i64 r = strip.row;
-      score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p] + from, key + from, to - from, rows + r, strip.rows,
-                    words[p] + r, full, at_row(r) + p * PANEL + from, LD, top + r, ahead);
+      const i64 r = strip.row, there = round_up(to - from, STEP);
+      strip.from[p] = u8(from), strip.there[p] = u8(whole_steps(there)), strip.columns[p] = u8(blocks_of(to - from, T::PER_COLUMN));
+      score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p] + from, key + from, there, rows + r, strip.rows,
+                    words[p] + r, full, at_row(r) + p * PANEL, LD, top + r, ahead);
+      if (there % (2 * W))
+        for (i64 i = 0; i < strip.rows; ++i) Isa::store(at_row(r + i) + p * PANEL + there, Isa::set1(-std::numeric_limits<float>::infinity()));
     };
     const auto weigh_panel = [&](const Strip& strip, i64 r, i64 p, float off, vec sum) ATTN_LAMBDA {
-      const i64 from = strip.from[p], there = strip.to[p] - from;
-      float* at = at_row(r) + p * PANEL;  // where the weights go, whichever the first key is
-      if (!a.seed) return weigh<T, false>(at + from, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
+      const i64 from = strip.from[p], there = strip.there[p];
+      float* at = at_row(r) + p * PANEL;
+      i32* weights = reinterpret_cast<i32*>(at);
+      if (!a.seed) return weigh<T, false>(at, weights, there, j.scale.factor, off, 0, sum);
       const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL) >> from;
-      return weigh<T, true>(at + from, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
+      return weigh<T, true>(at, weights, there, j.scale.factor, off, left, sum);
     };
     const auto values_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA { return values[p] + strip.from[p] / T::PER_COLUMN * j.ldv; };
-    const auto columns_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
-      return blocks_of(std::min<i64>(strip.to[p], std::min(strip.hi, a.S) - (w0 + p) * PANEL) - strip.from[p], T::PER_COLUMN);
-    };
     const auto add_kept_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
       for (i64 r = strip.row; r < strip.row + strip.rows; ++r)
         add_kept<T>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, words[p][r], values_of(strip, p), j.ldv, a.DV, o + r * j.ldv);
@@ -284,7 +285,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         for (i64 p = 0; p < panels; ++p) {
           if (strip.active >> p & 1)
             for (i64 i = 0; i < strip.rows; ++i) sum[i] = weigh_panel(strip, r + i, p, off[i], sum[i]);
-          if (plain >> p & 1) add_panel(weights + p * PANEL, LD, values_of(strip, p), j.ldv, columns_of(strip, p), j.ldv);
+          if (plain >> p & 1) add_panel(weights + p * PANEL, LD, values_of(strip, p), j.ldv, strip.columns[p], j.ldv);
           if (x + 1 < count) scores_of(strips[x + 1], p);
         }
         if (plain) store_results(o + r * j.ldv, j.ldv, j.ldv);
@@ -292,7 +293,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
           load_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
           for (u32 m = plain; m; m &= m - 1) {
             const i64 p = __builtin_ctz(m);
-            add_panel(weights + p * PANEL, LD, values_of(strip, p) + d, j.ldv, columns_of(strip, p), j.ldv - d);
+            add_panel(weights + p * PANEL, LD, values_of(strip, p) + d, j.ldv, strip.columns[p], j.ldv - d);
           }
           store_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
         }
@@ -330,7 +331,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         i64 counts[AHEAD_OF_STORES];
         for (u32 m = plain; m; m &= m - 1) {
           const int at = __builtin_ctz(m);
-          first_values[at] = values_of(strip, p + at), counts[at] = columns_of(strip, p + at);
+          first_values[at] = values_of(strip, p + at), counts[at] = strip.columns[p + at];
         }
         for_rows(strip.rows, [&](auto MR) ATTN_LAMBDA {
           add_values<T::PAIR, MR>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, LD, plain, first_values, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);

@@ -66,7 +66,10 @@ ATTN_INLINE vec captured_at(const Args& a, const Row& r, int which, i64 key) {
 }
 #define captured(which) captured_at(a, row, which, key + n)
 
-// Of n keys of a panel so many scores are computed, and made weights of.
+// Scores are computed in steps of so many keys, of which the last may end behind the keys that count.
+template <class T> constexpr i64 step_of_keys() { return ANY_WIDTH && !T::TILES ? W : std::max(ANY_WIDTH ? 2 : Isa::NR, 2) * W; }
+static_assert(PANEL % (std::max(ANY_WIDTH ? 2 : Isa::NR, 2) * W) == 0, "a step would leave the panel");
+// Of n keys of a panel so many scores are made weights of: two vectors at a time.
 ATTN_INLINE i64 whole_steps(i64 n) { return std::min<i64>(PANEL, round_up(n, 2 * W)); }
 
 // Scores that are more than products: scaled, biased, replaced, and -inf where a key does not count. Returns the largest.
@@ -158,8 +161,13 @@ ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys
   }
 #endif
   for_rows(count, [&](auto MR) ATTN_LAMBDA {
-    if (there > HALF * W) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next);
-    else score_panel<T::PAIR, MR, HALF>(q, ldq, columns, keys, there, done, s, ld, top, next);
+    const auto of_width = [&](auto NR) ATTN_LAMBDA { score_panel<T::PAIR, MR, NR>(q, ldq, columns, keys, there, done, s, ld, top, next); };
+    if (!ANY_WIDTH || there == PANEL) return of_width(Number<Isa::NR>{});
+    if constexpr (ANY_WIDTH) {
+      if (there == W) return of_width(Number<1>{});
+      if (there == 2 * W) return of_width(Number<2>{});
+      of_width(Number<3>{});
+    }
   });
 }
 template <class T, class Next>
@@ -174,8 +182,7 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
 
-// Scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`. Those that are not
-// in `left` are 0 then.
+// Scores -> weights in columns, in place; their sum is added to `sum`. Those that are not in `left` are 0 then.
 template <class T, bool DROPS> ATTN_INLINE vec weigh(const float* s, i32* p, i64 there, float factor, float taken, u64 left, vec sum) {
   // Taken off first: multiplied, the lowest numbers that masks are made of are infinite.
   const vec by = Isa::set1(factor), off = Isa::set1(-taken);
