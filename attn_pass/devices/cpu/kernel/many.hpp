@@ -363,7 +363,7 @@ template <class T> void head_task(const void* job, i64 bh) {
   u8* finite = reinterpret_cast<u8*>(memory + j.at_finite);
   for (i64 p = 0; p < j.panels; ++p)
     pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, p, keys + p * j.key_panel, values + p * j.value_panel, finite + p, memory + j.at_room);
-  for (i64 block = 0; block < j.blocks; ++block) attend_rows<T>(j, bh, block, {keys, values, finite}, memory);
+  for (i64 block = j.blocks - 1; block >= 0; --block) attend_rows<T>(j, bh, block, {keys, values, finite}, memory);
 }
 
 template <class T> void attend_many(const Args& a) {
