@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
+from attn_pass.graph.truth import through_bytes
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.attention import Blocks
 from attn_pass.model.conditions import structure_of
@@ -227,10 +228,8 @@ def keep_by_lists(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor]) -> Tens
     kind = aten.index.Tensor(table, [None, None, row, key])
     partial = aten.logical_and.default(aten.eq.Scalar(kind, _PARTIAL), keep)
     listed = partial if lists.full is None else aten.logical_or.default(aten.eq.Scalar(kind, _FULL), partial)
-    # Inductor stores bytes several times as fast as truth values, one by one (seen in torch 2.13.0).
-    as_bytes = aten.to.dtype(aten.where.Scalar(listed, 1, 0), torch.uint8)
-    truth: Tensor = aten.view.dtype(as_bytes, torch.bool)
-    return truth
+    stored: Tensor = through_bytes(lambda operator, *args: operator(*args), listed)
+    return stored
 
 
 def listed_once(lists: Lists) -> bool:

@@ -323,7 +323,7 @@ def test_which_lists_of_a_program_are_a_proof() -> None:
     report = attn_pass.explain(run, *qkv(1, 2, N, N), attn_pass_options=FUSED)
     for (name, (_, _, proved)), site in zip(LISTS.items(), report.sites, strict=True):
         assert ("the block lists name each block once" not in site.assumptions) == proved, name
-        assert site.mask == ("causal" if proved else "dense"), name
+        assert site.mask == "causal" if proved else "dense" in site.mask, name
 
 
 def test_lists_that_the_program_writes_are_what_it_wrote() -> None:

@@ -50,6 +50,7 @@ from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.devices.cpu.looked_up import looked_up
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.graph.truth import through_bytes
 from attn_pass.graph.values import memory_order
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention, Blocks
@@ -230,17 +231,12 @@ def _bounded(lower: Lowering, bounds: Bounds) -> dict[str, object]:
 
 
 def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
-    """A condition as a boolean tensor: one of the program's, or computed once for all sites that have the same.
-
-    Inductor stores bytes several times as fast as truth values, one by one (seen in torch 2.13.0).
-    """
-    call = lower.plan.call
+    """A condition as a boolean tensor: one of the program's, or computed once for all sites that have the same."""
     with lower.plan.sharing():
         keeps = lower.condition(condition, lower.mask_groups())
         if not isinstance(condition, Apply) or condition.op == "cast":
             return keeps
-        as_bytes = call(aten.to.dtype, call(aten.where.Scalar, keeps, 1, 0), torch.uint8)
-        return call(aten.view.dtype, as_bytes, torch.bool)
+        return through_bytes(lower.plan.call, keeps)
 
 
 def _added(lower: Lowering, setting: Setting) -> dict[str, object]:

@@ -5,10 +5,9 @@ They are found when the program runs (`attn_pass.targets.given_masks`), once for
 
 from __future__ import annotations
 
-import torch
-
 from attn_pass.devices.cpu.cost import FEW_ROWS
-from attn_pass.graph.edit import Value, aten
+from attn_pass.graph.edit import Value
+from attn_pass.graph.truth import through_bytes
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import expression_axes
 from attn_pass.model.index import is_at_most, product
@@ -44,8 +43,5 @@ def is_inspected(a: Attention, setting: Setting) -> bool:
 
 def keep_of_mask(lower: Lowering) -> Value:
     """The keys that may count, as a boolean tensor that broadcasts to (B, H, L, S)."""
-    call = lower.plan.call
     with lower.plan.sharing():
-        keeps = given_masks.keep_of_added(lower)
-        as_bytes = call(aten.to.dtype, call(aten.where.Scalar, keeps, 1, 0), torch.uint8)
-        return call(aten.view.dtype, as_bytes, torch.bool)
+        return through_bytes(lower.plan.call, given_masks.keep_of_added(lower))
