@@ -71,9 +71,15 @@ def read_exponential(reader: Reader, node: Node) -> Exponential | None:
 
 
 def _same_exponential(reader: Reader, node: object, exponentials: Node) -> tuple[Node, ...] | None:
-    """The node itself, if it computes the exponentials once more; nothing if it is them; None if it is others."""
+    """The node itself, if it computes the exponentials once more; nothing if it is them; None if it is others.
+
+    Since torch 2.14 a norm is decomposed to powers of absolute values, which of exponentials are themselves.
+    """
     if node is exponentials:
         return ()
+    if isinstance(node, Node) and (base := _of_itself(reader, node, "abs")) is not None:
+        nodes = _same_exponential(reader, base, exponentials)
+        return None if nodes is None else (node, *nodes)
     again, once = reader.call(node) if isinstance(node, Node) else None, reader.call(exponentials)
     if not isinstance(node, Node) or again is None or once is None or again.op != once.op or again.in_place:
         return None
@@ -81,6 +87,17 @@ def _same_exponential(reader: Reader, node: object, exponentials: Node) -> tuple
         return None
     first, last = sorted(reader.order[n] for n in (node, exponentials))
     return None if reader.effects.mutation_between(again["input"], first, last) is not None else (node,)
+
+
+def _of_itself(reader: Reader, node: Node, *others: str) -> Node | None:
+    """What a first power, or one of ``others``, is of, where that is not written before it is used."""
+    call = reader.call(node)
+    if call is None or call.in_place or not (call.op in others or (call.op == "pow" and call["exponent"] == 1)):
+        return None
+    base, first, last = call["input"], reader.order[node], max(reader.order[user] for user in node.users)
+    if not isinstance(base, Node) or any(reader.effects.mutation_between(n, first, last) for n in (node, base)):
+        return None
+    return base
 
 
 # ---------------------------------------------------------------- their sum
@@ -100,6 +117,9 @@ def read_denominator(
             return None
         below, undone = inner
         denominator = _below(reader, below, position, at, exponentials, inverse=undone)
+        return None if denominator is None else replace(denominator, nodes=(*nodes, *denominator.nodes))
+    if (base := _of_itself(reader, node)) is not None:
+        denominator = read_denominator(reader, base, position, at, exponentials)
         return None if denominator is None else replace(denominator, nodes=(*nodes, *denominator.nodes))
     if call.op in ("sum", "vector_norm"):
         dim = _reduced(reader, call, position, at) if sums_what_is_not_negative(call) else None

@@ -13,7 +13,6 @@ from read_graphs import captured, inputs_of, reader_of, result_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from attn_pass.compat import TORCH_VERSION
 from attn_pass.patterns.softmax_forms import FORMS, read_softmax
 
 Weights = Callable[..., Tensor]
@@ -48,6 +47,13 @@ def softmax_one_clamped(s: Tensor) -> Tensor:
     return e / (torch.exp(-m) + e.sum(dim=-1, keepdim=True))
 
 
+def powers_written(s: Tensor) -> Tensor:
+    e = shifted(s)
+    size = e.abs()
+    size.mul_(2.0)
+    return e / size.sum(-1, keepdim=True)
+
+
 def sinking(s: Tensor, sink: Tensor | float) -> Tensor:
     m = torch.amax(s, dim=-1, keepdim=True)
     e = torch.exp(s - m)
@@ -77,6 +83,7 @@ READ: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     ),
     "normalize": (lambda s: F.normalize(shifted(s), p=1, dim=-1), ()),
     "normalize, p a float": (lambda s: F.normalize(shifted(s), p=1.0, dim=3), ()),
+    "a norm by powers": (lambda s: (lambda e: e / (e.abs() ** 1.0).sum(-1, keepdim=True) ** 1.0)(shifted(s)), ()),
     "softmin": (lambda s: F.softmin(s, dim=-1), ()),
     "an epsilon that vanishes": (lambda s: (lambda e: e / (e.sum(-1, keepdim=True) + 1e-8))(shifted(s)), ()),
     "a sum that is clamped": (lambda s: (lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-6))(shifted(s)), ()),
@@ -150,6 +157,11 @@ LEFT: dict[str, tuple[Weights, tuple[Any, ...]]] = {
         lambda s, t: (lambda e: e / (e.sum(-1) + t.exp())[..., None])(torch.exp(s)),
         (randn(8, seed=4),),
     ),
+    "a square of each": (lambda s: (lambda e: e / (e.abs() ** 2).sum(-1, keepdim=True))(shifted(s)), ()),
+    "a square of the sum": (lambda s: (lambda e: e / e.sum(-1, keepdim=True) ** 2.0)(shifted(s)), ()),
+    "a root of the sum": (lambda s: (lambda e: e / e.sum(-1, keepdim=True) ** 0.5)(shifted(s)), ()),
+    "absolute values of others": (lambda s: shifted(s) / s.abs().sum(-1, keepdim=True), ()),
+    "absolute values written over": (powers_written, ()),
     "a number added beside a sink": (lambda s: softmax_one(s + 1.0), ()),
     "less one": (lambda s: (lambda e: e / (e.sum(-1, keepdim=True) - 1))(torch.exp(s) + 1), ()),
 }
@@ -216,8 +228,6 @@ def test_a_number_that_the_product_adds_is_not_a_shift_of_softmax_one() -> None:
 @pytest.mark.parametrize("decompose", [False, True], ids=["export", "decomposed"])
 def test_exported(decompose: bool) -> None:
     programs = {name: (attend(weights), (*inputs(), *rest)) for name, (weights, rest) in (READ | SINKS).items()}
-    if decompose and TORCH_VERSION >= (2, 15):  # there the norm is decomposed as well, to powers of absolute values
-        programs = {name: program for name, program in programs.items() if "normalize" not in name}
     report = exported_each(programs, decompose=decompose)
     assert {n: s.outcome for n, s in zip(programs, report.sites)} == dict.fromkeys(programs, "rewritten"), str(report)
 
