@@ -68,6 +68,7 @@ ATTN_INLINE vec captured_at(const Args& a, const Row& r, int which, i64 key) {
 
 // Scores are computed in steps of so many keys, of which the last may end behind the keys that count.
 template <class T> constexpr i64 step_of_keys() { return ANY_WIDTH && !T::TILES ? W : std::max(ANY_WIDTH ? 2 : Isa::NR, 2) * W; }
+static_assert(!ANY_WIDTH || PANEL == 4 * W, "`score_strip` knows four widths");
 static_assert(PANEL % (std::max(ANY_WIDTH ? 2 : Isa::NR, 2) * W) == 0, "a step would leave the panel");
 // Of n keys of a panel so many scores are made weights of: two vectors at a time.
 ATTN_INLINE i64 whole_steps(i64 n) { return std::min<i64>(PANEL, round_up(n, 2 * W)); }
