@@ -90,14 +90,11 @@ def _same_exponential(reader: Reader, node: object, exponentials: Node) -> tuple
 
 
 def _of_itself(reader: Reader, node: Node, *others: str) -> Node | None:
-    """What a first power, or one of ``others``, is of, where that is not written before it is used."""
+    """What a first power, or one of ``others``, is of."""
     call = reader.call(node)
     if call is None or call.in_place or not (call.op in others or (call.op == "pow" and call["exponent"] == 1)):
         return None
-    base, first, last = call["input"], reader.order[node], max(reader.order[user] for user in node.users)
-    if not isinstance(base, Node) or any(reader.effects.mutation_between(n, first, last) for n in (node, base)):
-        return None
-    return base
+    return call["input"] if isinstance(call["input"], Node) else None
 
 
 # ---------------------------------------------------------------- their sum

@@ -54,6 +54,21 @@ def powers_written(s: Tensor) -> Tensor:
     return e / size.sum(-1, keepdim=True)
 
 
+def written_behind_a_view(s: Tensor) -> Tensor:
+    e = shifted(s)
+    total = e.abs().sum(-1, keepdim=True).pow(1.0)
+    seen = total.view(total.shape)
+    total.mul_(2.0)
+    return e / seen
+
+
+def written_after_the_norm(s: Tensor) -> Tensor:
+    e = shifted(s)
+    total = e.abs().sum(-1, keepdim=True)
+    e.mul_(2.0)
+    return e / total
+
+
 def sinking(s: Tensor, sink: Tensor | float) -> Tensor:
     m = torch.amax(s, dim=-1, keepdim=True)
     e = torch.exp(s - m)
@@ -162,6 +177,8 @@ LEFT: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "a root of the sum": (lambda s: (lambda e: e / e.sum(-1, keepdim=True) ** 0.5)(shifted(s)), ()),
     "absolute values of others": (lambda s: shifted(s) / s.abs().sum(-1, keepdim=True), ()),
     "absolute values written over": (powers_written, ()),
+    "a norm written over behind a view": (written_behind_a_view, ()),
+    "exponentials written after the norm": (written_after_the_norm, ()),
     "a number added beside a sink": (lambda s: softmax_one(s + 1.0), ()),
     "less one": (lambda s: (lambda e: e / (e.sum(-1, keepdim=True) - 1))(torch.exp(s) + 1), ()),
 }

@@ -181,7 +181,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const auto at_row = [&](i64 r) ATTN_LAMBDA { return s + (T::TILES ? r % (2 * STRIP) : r) * LD; };  // in tiles of two strips
-  Lines lines[4];  // the result, and what the next task reads: of a head that is one tile, the next head; else rows before these in their head
+  Lines lines[4];  // the result, and what comes next: after a head that is one tile the next head, else rows before these
   Ahead ahead = {lines, lines};
   const i64 h = hk * j.group + first / a.L, row = first % a.L;
   if (a.out) ahead.add(static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + row * a.out_stride[2], a.out_stride, std::min(n, a.L - row), a.DV);
