@@ -69,6 +69,7 @@ OTHERS = (
     ("kernel-cpu-zen4-edges.md", "windows and documents, since scores are computed in steps of 16 keys"),
     ("kernel-cpu.md", "the same on an Intel processor without AMX"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
+    ("gpu-nvidia-h200.md", "the first stage of a run on an H200: correctness, rules, cuDNN's answers, bare kernels"),
     ("breakdown-cpu.md", "where the time of six whole models goes, in other systems as well"),
     ("mask-cost.md", "the CPU kernel with a mask that hides nothing: what reading it costs"),
     ("padding-cpu-whole.md", "BERT with padding, all twelve layers, in bfloat16"),

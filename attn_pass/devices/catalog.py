@@ -1,7 +1,7 @@
 """Accelerators in numbers, by data sheets; they need not be present.
 
 The rates of an accelerator are those that products and copies are known to reach, where this is known (H200), and 80 to
-90 % of the data sheet's otherwise; this project has measured none of them.
+90 % of the data sheet's otherwise. Of a few this project has measured some kernels, and the row says where.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Sheet:
     shares: Mapping[str, Shares] = field(default_factory=dict)  # what each kernel reaches of these rates
     cache_gbytes: float = 0.0  # where it is known; twice the memory's rate otherwise
     generation: str = ""  # of an Ascend NPU; the architecture of AMD's GPUs
+    measured: tuple[str, ...] = ()  # the kernels whose shares this project has measured on it
+    results: str = ""  # and where they are
 
 
 def row_of(name: str, sheets: Sequence[Sheet]) -> Sheet | None:
@@ -76,5 +78,14 @@ def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
         cudnn=sheet.cudnn,
         generation=sheet.generation,
         is_here=False,
-        built_in_rates=f"data sheets and published figures ({sheet.name}), not measured",
+        measured_kernels=sheet.measured,
+        built_in_rates=_rates_from(sheet),
     )
+
+
+def _rates_from(sheet: Sheet) -> str:
+    """Where a row's rates come from, in words."""
+    if not sheet.measured:
+        return f"data sheets and published figures ({sheet.name}), not measured"
+    kernels = ", ".join(sheet.measured)
+    return f"measured on an {sheet.name} ({kernels}; {sheet.results}), data sheets and published figures for the rest"

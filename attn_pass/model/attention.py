@@ -80,6 +80,7 @@ class AsWritten:
 
     fused: bool  # a call torch has a fused CPU kernel for, as it is called
     plain: bool = False  # a call on dense operands of rank 4 and one batch size, as all fused kernels ask for
+    plain_but_for_mask: bool = False  # the same, if its mask were of rank 2 or 4
     mask: str = "none"  # the call is given: "none", "boolean" or "additive"
     mask_needs_grad: bool = False
     mask_elements: int = 0  # of that mask, whatever it turned out to be

@@ -118,6 +118,7 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
         and not needs_grad
         and _has_one_head_dim(reader, call_args),
         plain=plain,
+        plain_but_for_mask=not plain and _is_plain(reader, call_args, any_mask=True),
         mask=kind,
         mask_needs_grad=needs_grad,
         mask_elements=elements,
@@ -125,8 +126,10 @@ def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWrit
     )
 
 
-def _is_plain(reader: Reader, call_args: dict[str, Any], rank: int = 4) -> bool:
+def _is_plain(reader: Reader, call_args: dict[str, Any], rank: int = 4, *, any_mask: bool = False) -> bool:
     """Whether the call is one that fused kernels look at: of this rank, nothing to broadcast, dense last dimensions.
+
+    The mask is of this rank too, or of rank 2; with ``any_mask`` of any.
 
     With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks of rank
     4, and of rank 3 where torch adds a batch.
@@ -138,7 +141,7 @@ def _is_plain(reader: Reader, call_args: dict[str, Any], rank: int = 4) -> bool:
     if k[1] != v[1] or (q[1] != k[1] and not call_args["enable_gqa"]):
         return False
     mask = tensor_value(call_args["attn_mask"])
-    if mask is not None and mask.dim() not in (2, rank):
+    if mask is not None and not any_mask and mask.dim() not in (2, rank):
         return False
     return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
 

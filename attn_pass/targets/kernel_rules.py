@@ -88,6 +88,7 @@ class KernelRules:
     backend: str
     multiple: Callable[[torch.dtype], int]  # of which a head dim must be one
     rules: tuple[Rule, ...]
+    takes_any_mask_rank: bool = False  # torch's call runs it under a mask of rank 3, too (seen on an H200)
 
 
 def padded(size: Index, multiple: int) -> int | None:

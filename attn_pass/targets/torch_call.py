@@ -51,7 +51,9 @@ def picked_by_torch(call: KernelCall, allowed: tuple[str, ...] | None = None) ->
 
 def picked_as_written(attention: Attention, written: AsWritten, device: Device, *, deterministic: bool) -> str | None:
     """The kernel a program's own call ends in; None where it is unfused, or is no plain call."""
-    if not written.plain:
+    if not (written.plain or written.plain_but_for_mask):
         return None
+    rules = family_of(device).kernel_rules.values()
+    allowed = None if written.plain else tuple(of.backend for of in rules if of.takes_any_mask_rank)
     mask = "causal" if written.causal else written.mask
-    return picked_by_torch(KernelCall(attention, mask, device, written.mask_needs_grad, deterministic))
+    return picked_by_torch(KernelCall(attention, mask, device, written.mask_needs_grad, deterministic), allowed)

@@ -88,10 +88,11 @@ def _errors(variants: dict[str, Variant], inputs: tuple[Tensor, ...], ran: set[s
 # ---------------------------------------------------------------- the sweep
 
 
-SWEPT = ((1, 8192), (1, 32768), (4, 32768), (16, 131072), (64, 32768))
-FACTORS = (0.5, 1.0, 2.0, 4.0)  # times the splits it takes by itself
+SWEPT = ((1, 1, 32768), (64, 1, 8192), (1, 16, 131072))  # batch, rows, keys
 BLOCKS = (32, 64, 128)
-LAUNCHES = ((4, 2), (4, 3), (8, 2), (8, 3))  # warps, stages
+LAUNCHES = ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3))  # warps, stages
+CUT = tuple((b, q, s) for s in (32768, 2048, 8192) for b, q in ((1, 1), (8, 1), (64, 1), (8, 16), (16, 1), (32, 4)))
+FACTORS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # times the splits it takes by itself
 
 
 def launched(shape: Shape, parts: int, tiles: Any, only: Any = None) -> Callable[..., Tensor]:
@@ -126,26 +127,41 @@ def numbers(env: Environment, shape: Shape) -> tuple[Any, int]:
 
 
 def pieces(env: Environment, shape: Shape) -> dict[str, Variant]:
-    """The two kernels of the operator, each alone; the join of parts that nothing has written takes as long."""
+    """The two kernels of the operator, each alone, if there are two.
+
+    The join of parts that nothing has written takes as long.
+    """
     from attn_pass.devices.cuda.decode_triton import attend, join
 
     tiles, parts = numbers(env, shape)
-    return {name: Variant(launched(shape, parts, tiles, k)) for name, k in (("attend", attend), ("join", join))}
+    kernels = (("attend", attend), ("join", join)) if parts > 1 else ()
+    return {name: Variant(launched(shape, parts, tiles, kernel)) for name, kernel in kernels}
 
 
 def sweep(env: Environment, shape: Shape) -> Row:
-    """The kernel's own numbers against others."""
+    """The kernel's own tiles against others."""
+    wanted = [dict(zip(("keys", "warps", "stages"), (b, *launch))) for b, launch in product(BLOCKS, LAUNCHES)]
+    return _against_own(env, shape, [(1.0, numbers) for numbers in wanted])
+
+
+def cut(env: Environment, shape: Shape) -> Row:
+    """The kernel's own number of splits against others."""
+    return _against_own(env, shape, [(factor, {}) for factor in FACTORS])
+
+
+def _against_own(env: Environment, shape: Shape, others: list[tuple[float, dict[str, int]]]) -> Row:
+    """The operator, and its kernels with so many times its splits and other numbers of its tiles."""
     if env.dry:
         return {"verdict": "the sweep launches kernels, which a dry run has none of"}
     sets = sets_of(env, shape, cold=True)
     tiles, own = numbers(env, shape)
     variants, _ = chosen_by_hand(shape, env, ("decode",))
-    for factor, block, (warps, stages) in product(FACTORS, BLOCKS, LAUNCHES):
+    for factor, changed in others:
         parts = max(1, round(own * factor))
-        name = f"{parts} splits, {block} keys, {warps} warps, {stages} stages"
-        variants[name] = Variant(launched(shape, parts, replace(tiles, keys=block, warps=warps, stages=stages)))
+        name = ", ".join([f"{parts} splits", *(f"{number} {what}" for what, number in changed.items())])
+        variants[name] = Variant(launched(shape, parts, replace(tiles, **changed)))
     with torch.no_grad():
-        times = compare(env, variants, sets, seconds=4.0, rounds=11)
+        times = compare(env, variants, sets, seconds=2.0, rounds=11)
     us = times.us
     best = min(us, key=lambda n: us[n])
     row: Row = {"us": us, "failed": times.failed, "splits": own, "best_other": best, "bytes": shape.bytes}
@@ -172,9 +188,11 @@ def cases(env: Environment) -> list[Case]:
 
 
 def tile_cases(env: Environment) -> list[Case]:
-    """The sweep over splits and tiles."""
-    chosen = SWEPT[: 1 if env.quick else None]
-    return [Case(f"sweep q{q} KV{s}", partial(sweep, env, shape_of(1, q, s))) for q, s in chosen]
+    """The sweep over splits, then over tiles."""
+    some = slice(1) if env.quick else slice(None)
+    splits = [Case(f"splits q{q} B{b} KV{s}", partial(cut, env, shape_of(b, q, s))) for b, q, s in CUT[some]]
+    tiles = [Case(f"tiles q{q} B{b} KV{s}", partial(sweep, env, shape_of(b, q, s))) for b, q, s in SWEPT[some]]
+    return splits + tiles
 
 
 PART = Part(

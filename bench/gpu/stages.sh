@@ -74,9 +74,9 @@ join() {
 
 case "$stage" in
     1)
-        step 85 smoke
-        sharded 230 correctness
-        background 230 rules,probes
+        step 150 smoke
+        sharded 150 correctness
+        background 150 rules,probes
         join
         step 150 kernels,decode
         echo "== calibrate"

@@ -28,6 +28,7 @@ ROUNDS = 25
 LEAST_ROUNDS = 5
 _LONG_US = 1500.0  # a call this long needs no graph
 _SAMPLE_US = 300.0  # of calls in a graph
+_LONG_SAMPLE_US = 6000.0  # of calls that are launched one by one
 _MOST_CALLS = 40
 _HOST_ROUND_US = 10_000.0
 _CACHE_BYTES = 4 * (60 << 20)
@@ -142,7 +143,7 @@ class _Sampler:
         self._run(*self._args[-1])
         self._calls = 2
         call_us = self.sample()
-        self._calls = 1 if len(self._args) == 1 else len(self._args)
+        self._calls = max(len(self._args), min(_MOST_CALLS, int(_LONG_SAMPLE_US / call_us)))
         if call_us <= _LONG_US:
             self._calls = max(len(self._args), min(_MOST_CALLS, 1 + int(_SAMPLE_US / call_us)))
             if variant.capture:

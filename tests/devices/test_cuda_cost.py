@@ -54,11 +54,19 @@ def split(kv_len: int, device: Device = H100, batch: int = 1) -> float:
 def test_joining_takes_longer_with_more_parts() -> None:
     """33 of them some 2 us, 128 little more: 32 at a time are read without waiting for each other."""
     problem = Problem(1, 32, 1, 8, 1, 32768, 128, 128, BF16)
-    few, more = (cost_cuda._join(replace(H100, cores=cores), problem, 4) for cores in (4 * 33, 4 * 128))
+    assert [cost_cuda._splits(replace(H100, cores=cores), problem, 4) for cores in (4 * 33, 4 * 128)] == [33, 128]
+    few, more = (cost_cuda._join(H100, problem, splits) for splits in (33, 128))
     assert few == pytest.approx(2.0, abs=0.5) and few < more < 3 * few
-    assert cost_cuda._join(H100, replace(problem, kv_len=256), 4) < few
-    assert cost_cuda._join(replace(H100, join_us=6.0), problem, 4) > 2 * few
+    assert cost_cuda._splits(H100, replace(problem, kv_len=256), 4) == 1 and cost_cuda._join(H100, problem, 2) < few
+    assert cost_cuda._join(replace(H100, join_us=6.0), problem, 33) > 2 * few
     assert split(65536) > split(32768) > split(1024)
+
+
+def test_one_split_is_not_joined() -> None:
+    problem = Problem(64, 32, 64, 8, 1, 8192, 128, 128, BF16)
+    assert cost_cuda._splits(H100, problem, 4) == 1
+    slow = replace(H100, join_us=1e6)
+    assert decode.KERNEL.microseconds(slow, problem) == decode.KERNEL.microseconds(H100, problem)
 
 
 def test_the_model_splits_as_the_kernel_does() -> None:

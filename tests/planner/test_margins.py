@@ -27,7 +27,7 @@ from attn_pass.targets.flex import flex
 from attn_pass.tuning import disk_cache
 
 BF16 = torch.bfloat16
-H200 = registry.by_name("H200")
+H200, H100 = registry.by_name("H200"), registry.by_name("H100")  # the first was measured, the other was not
 
 
 def offer(target: str, microseconds: float = 1.0) -> Offer:
@@ -56,7 +56,7 @@ def setting(device: Device, before: str | None = None) -> Setting:
     ],
 )
 def test_what_is_asked_of_guesses(target: str, before: str | None, times: float) -> None:
-    device = registry.by_name("Ascend 910B") if target.startswith("npu") else H200
+    device = registry.by_name("Ascend 910B") if target.startswith("npu") else H100
     assert margins.margin(offer(target), setting(device, before)).times == pytest.approx(times)
 
 
@@ -64,7 +64,9 @@ def test_what_is_asked_of_measured_costs() -> None:
     for before in ("cpu flash", None):
         assert margins.margin(offer("sdpa"), setting(cpu(), before)).times == pytest.approx(1 / 0.99)
     both = replace(H200, measured_kernels=("cudnn", "flash"))
-    assert margins.margin(offer("flash"), setting(both, "cudnn")).times == pytest.approx(1 / 0.99)
+    assert margins.margin(offer("flash"), setting(both, "cudnn")).times == 1.15
+    assert margins.margin(offer("flash"), setting(both, "flash")).times == pytest.approx(1 / 0.99)
+    assert margins.margin(offer("flash"), setting(both, None)).times == 1 / 1.05  # what it replaces was not measured
     assert margins.margin(offer("decode"), setting(both, "cudnn")).times == 1.25
     assert margins.margin(offer("flash"), setting(both, "efficient")).times == 1.25
     assert margins.margin(offer("flex"), setting(both, "cudnn")).times == 2.0
@@ -77,11 +79,11 @@ def ordered(device: Device, **times: float) -> list[str]:
 
 
 def test_ties_go_to_torch_s_own_order() -> None:
-    assert ordered(H200, flex=100, flash=104.9, cudnn=104) == ["cudnn", "flash", "flex"]
-    assert ordered(H200, efficient=100, flash=105.1, cudnn=106) == ["efficient", "flash", "cudnn"]
+    assert ordered(H100, flex=100, flash=104.9, cudnn=104) == ["cudnn", "flash", "flex"]
+    assert ordered(H100, efficient=100, flash=105.1, cudnn=106) == ["efficient", "flash", "cudnn"]
     assert ordered(registry.by_name("A100"), efficient=100, flash=103) == ["flash", "efficient"]
-    assert ordered(H200, decode=100, flex=101) == ["decode", "flex"]  # torch's call tries neither
-    measured = replace(H200, measured_kernels=("efficient", "flash"))
+    assert ordered(H100, decode=100, flex=101) == ["decode", "flex"]  # torch's call tries neither
+    measured = replace(H100, measured_kernels=("efficient", "flash"))
     assert ordered(measured, efficient=100, flash=104) == ["efficient", "flash"]
     assert ordered(measured, efficient=100, cudnn=104) == ["cudnn", "efficient"]
     assert ordered(cpu(), local=100, sdpa=101) == ["local", "sdpa"]
@@ -102,7 +104,7 @@ def decided(program: Any, device: str, *shape: int) -> attn_pass.SiteReport:
 
 
 def test_the_report_says_which_margin_held() -> None:
-    site = decided(repeated, "H200", 8, 32, 8, 1, 32768, 128)
+    site = decided(repeated, "H100", 8, 32, 8, 1, 32768, 128)
     assert site.outcome == "rewritten"
     assert site.reason.endswith(
         "x) (1.25x is required to replace a call that already runs cudnn on an uncalibrated device)"
@@ -111,7 +113,7 @@ def test_the_report_says_which_margin_held() -> None:
 
 def test_an_insufficient_gain_is_reported_with_its_margin() -> None:
     """In a long prefill the copies of keys and values are little beside the kernel."""
-    site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
+    site = decided(repeated, "H100", 4, 32, 8, 8192, 8192, 128)
     best = min(us for name, us in site.predicted_us.items() if name != "leave")
     assert 1.01 < site.predicted_us["leave"] / best < 1.25
     assert site.outcome == "left"
@@ -121,11 +123,11 @@ def test_an_insufficient_gain_is_reported_with_its_margin() -> None:
 
 def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
-    here = replace(H200, is_here=True)
+    here = replace(H100, is_here=True)
     calibration_store.save(Calibration(facts(here), shares={"cudnn": {"prefill": 0.9}}))
     known = calibration_store.applied(here)
     monkeypatch.setattr(registry, "named", lambda name: replace(known, is_here=False))
-    site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
+    site = decided(repeated, "H100", 4, 32, 8, 8192, 8192, 128)
     assert (site.outcome, site.target) == ("rewritten", "cudnn") and "required" not in site.reason
 
 

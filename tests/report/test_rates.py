@@ -73,13 +73,19 @@ def test_a_processor_that_was_calibrated(instructions: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("device", "sheet"),
     [
-        *(("MI300X", "MI300X"), ("Arc B580", "Arc B580"), ("M4", "M4"), ("H200", "H200"), ("v5e", "TPU v5e")),
+        *(("MI300X", "MI300X"), ("Arc B580", "Arc B580"), ("M4", "M4"), ("H100", "H100"), ("v5e", "TPU v5e")),
         *(("Ascend910B3", "Ascend 910B"), ("Graviton4", "Neoverse V2")),
     ],
 )
 def test_devices_of_data_sheets(device: str, sheet: str) -> None:
     told = origin(explained(device=device))
     assert told.startswith("data sheets") and f"({sheet})" in told and told.endswith("not measured")
+
+
+def test_a_device_of_which_some_kernels_were_measured() -> None:
+    told = origin(explained(device="H200"))
+    assert told.startswith("measured on an H200 (cudnn, flash, efficient; docs/results/gpu-nvidia-h200.md)")
+    assert told.endswith("data sheets and published figures for the rest")
 
 
 def test_an_apple_gpu_that_is_not_listed_has_the_nearest_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,3 +19,7 @@ class Event:
 
     def elapsed_time(self, other: Event) -> float:
         return (other.at - self.at) * 1e3
+
+    def query(self) -> bool:
+        """No: as of a device that still sleeps before it."""
+        return False

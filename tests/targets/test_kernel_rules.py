@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_calls import FP32, FP64, H200, KERNELS, call, gpu
 from rule_sides import SIDES
 
@@ -20,6 +21,7 @@ from attn_pass.devices.registry import families
 from attn_pass.devices.rocm import gates
 from attn_pass.model.attention import AsWritten
 from attn_pass.targets.torch_call import order, picked_as_written, picked_by_torch, refusal
+from bench.gpu import rules
 
 
 @pytest.fixture(autouse=True)
@@ -181,3 +183,16 @@ def test_a_restriction_leaves_what_it_names() -> None:
 )
 def test_what_a_program_s_own_call_ends_in(written: AsWritten, kernel: str | None) -> None:
     assert picked_as_written(call().attention, written, gpu(8, 0), deterministic=False) == kernel
+
+
+def test_a_mask_of_rank_3_leaves_the_efficient_kernel_to_torch_s_call() -> None:
+    """Seen on an H200 with torch 2.11; cuDNN takes masks of rank 2 and 4 alone."""
+    q = torch.empty(2, 8, 256, 64, dtype=torch.float16, device="meta")
+    for sizes, kernel in (((8, 256, 256), "efficient"), ((2, 8, 256, 256), "cudnn"), ((256, 256), "cudnn")):
+        mask = torch.empty(sizes, dtype=q.dtype, device="meta")
+        attention, written = rules.read(lambda *args: F.scaled_dot_product_attention(*args), q, q, q, mask)
+        assert picked_as_written(attention, written, gpu(9, 0), deterministic=False) == kernel
+        assert written.plain == (len(sizes) != 3) and written.plain_but_for_mask == (len(sizes) == 3)
+    q, mask = q.transpose(-1, -2), mask.new_empty(8, 64, 64)
+    attention, written = rules.read(lambda *args: F.scaled_dot_product_attention(*args), q, q, q, mask)
+    assert picked_as_written(attention, written, gpu(9, 0), deterministic=False) is None  # strided head dims

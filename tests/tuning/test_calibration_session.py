@@ -121,6 +121,25 @@ def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.Mo
     assert done.count("sleep") == 1 + clock.ROUNDS and reading.host_us is not None
 
 
+def test_a_block_that_was_queued_too_late_is_timed_again_behind_a_longer_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+
+    class Late(Event):
+        def query(self) -> bool:
+            """The host needs as long as 5 million cycles."""
+            return slept[-1] < 5_000_000
+
+    monkeypatch.setattr(torch.cuda, "Event", Late)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    EventClock().block_us(lambda: None, 3)
+    assert slept == [2_000_000, 8_000_000]
+    slept.clear()
+    monkeypatch.setattr(Late, "query", lambda self: True)  # a queue that is too short
+    EventClock().block_us(lambda: None, 3)
+    assert len(slept) < 6
+
+
 def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     waits = iter([0.0, 0.0] + [0.002, 0.05] * 10)

@@ -54,6 +54,7 @@ class Cudnn(Kernel):
     finite_mask = True
     torch_check = "can_use_cudnn_attention"
     sweeps = ("prefill", "decoding")
+    measured = ("H200",)
     # One row is near the memory roof, two take nine times as long (62208 keys of 9 heads, H200). The plan of a shape is
     # found by its key, on the host, and built for each new one.
     shape = Shape(
@@ -66,6 +67,7 @@ class Cudnn(Kernel):
     )
     shares = {
         "hopper": Shares(0.95, narrow=0.67, wide=0.78),
+        "H200": Shares(1.03, one_row=0.99, narrow=0.83, wide=1.0),
         "ampere": Shares(0.59),
         "ada": Shares(0.65),
         "blackwell": Shares(0.70),

@@ -124,6 +124,8 @@ def gpu_of(device: torch.device) -> tuple[Room, int]:
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
     """Into how many parts the keys are cut, so that every multiprocessor has work."""
     enough_splits = torch.sym_max(1, _PROGRAMS_PER_CORE * cores // torch.sym_max(1, programs))
+    if _is(enough_splits, 1):
+        return 1  # as a number, whatever the length: nothing is joined then
     most = (kv_len + _LEAST_KEYS - 1) // _LEAST_KEYS
     return torch.sym_max(1, torch.sym_min(enough_splits, most))  # type: ignore[no-any-return]
 
@@ -137,11 +139,11 @@ def numbers_for(inputs: Inputs, room: Room, cores: int) -> tuple[Tiles, int]:
     tiles = tiles_for(rows, dim, value_dim, mask_bytes, room, one_mask_row=inputs.has_one_mask_row)
     windowed = inputs.causal and inputs.window >= 0
     kept_keys = torch.sym_min(kv_len, inputs.window + q_len) if windowed else kv_len
-    return tiles, splits_for(batch * kv_heads * _blocks(rows, tiles), kept_keys, cores)
+    return tiles, splits_for(batch * kv_heads * _blocks(rows, tiles.rows), kept_keys, cores)
 
 
-def _blocks(rows: int, tiles: Tiles) -> int:
-    return (rows + tiles.rows - 1) // tiles.rows
+def _blocks(rows: int, block: int) -> int:
+    return (rows + block - 1) // block
 
 
 @triton_op("attn_pass::decode", mutates_args={})
@@ -226,23 +228,34 @@ def launched(
     batch, heads, q_len, _ = query.shape
     kv_heads = inputs.key.size(1)
     count = batch * heads * q_len
-    # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
-    partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)
-    tops = query.new_empty(splits * count, dtype=torch.float32)
-    totals = torch.empty_like(tops)
-    grid = (batch * kv_heads, _blocks(heads // kv_heads * q_len, tiles), splits)
+    result = query.new_empty((batch, heads, q_len, value_dim))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
+    alone = _is(splits, 1)
+    if alone:
+        partial, tops, totals = result, lse, None
+    else:
+        # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer guard the number of keys.
+        partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)
+        tops = query.new_empty(splits * count, dtype=torch.float32)
+        totals = torch.empty_like(tops)
+    grid = (batch * kv_heads, _blocks(heads // kv_heads * q_len, tiles.rows), splits)
     wrap(attend)[grid](
         partial=partial,
         tops=tops,
         totals=totals,
         splits=splits,
         **_arguments(inputs, tiles),
+        ALONE=alone,
+        LSE=with_lse,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    result = query.new_empty((batch, heads, q_len, value_dim))
-    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
-    wrap(join)[(count,)](
+    if alone:
+        return result, lse
+    at_once = power(splits, 2) if isinstance(splits, int) else _SPLITS_JOINED
+    at_once = min(at_once, _SPLITS_JOINED)
+    rows = _SPLITS_JOINED // at_once
+    wrap(join)[(_blocks(count, rows),)](
         partial=partial,
         tops=tops,
         totals=totals,
@@ -252,7 +265,8 @@ def launched(
         rows=count,
         DIM=value_dim,
         BLOCK_DIM=power(value_dim),
-        BLOCK_SPLITS=_SPLITS_JOINED,
+        BLOCK_ROWS=rows,
+        BLOCK_SPLITS=at_once,
         LSE=with_lse,
         num_warps=4,
     )
@@ -311,9 +325,9 @@ def _of_batch(numbers: Tensor | None, name: str, batch: int) -> Tensor | None:
     return numbers.expand(batch)
 
 
-def power(size: int) -> int:
+def power(size: int, least: int = 16) -> int:
     """The power of two that a block needs, at least 16 for tensor cores."""
-    return max(16, 1 << (int(size) - 1).bit_length())
+    return max(least, 1 << (int(size) - 1).bit_length())
 
 
 def reference(

@@ -6,6 +6,12 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def logarithm(top, total):
+    """Of the sum of exponentials, to base e: ``total`` is the sum over the highest score, ``top``, to base 2."""
+    return (top + tl.log2(total)) * 0.6931471805599453
+
+
 @triton.jit(do_not_specialize=["kv_len", "splits", "window"])
 def attend(
     query,
@@ -53,15 +59,18 @@ def attend(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     MEAN: tl.constexpr,
+    ALONE: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     """One KV head of one batch row, one block of packed query rows, one split of the keys.
 
     Rows are packed head by head: row ``r`` is query ``r % q_len`` of head ``r // q_len`` of the group. ``partial``
     (splits, B, H, L, Dv) gets the softmax over this split's keys times the values, ``tops`` the highest score (base 2),
     -inf where a row is fully masked, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
-    of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean; ONE_MASK_ROW: it is the
-    same for all rows of a KV head. LENGTHS: only so many keys of each batch row are there; STARTS: and none before.
-    MEAN: a row that these, or CAUSAL, mask fully weighs all keys alike.
+    of float32's lowest number a logarithm would be lost. ALONE: there is one split, so that nothing is left to join;
+    ``partial`` (B, H, L, Dv) is the result in its own dtype, and with LSE ``tops`` gets the logarithms. MASK: 0 none, 1
+    added, 2 boolean; ONE_MASK_ROW: it is the same for all rows of a KV head. LENGTHS: only so many keys of each batch
+    row are there; STARTS: and none before. MEAN: a row that these, or CAUSAL, mask fully weighs all keys alike.
     """
     batch = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -163,16 +172,20 @@ def attend(
         result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
         top = higher
 
-    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = result / divisor[:, None]
     heads = KV_HEADS * GROUPS
     place = ((split.to(tl.int64) * batches + batch) * heads + head) * q_len + at
     tl.store(
         partial + place[:, None] * VALUE_DIM + value_dims[None, :],
-        result,
+        result.to(partial.dtype.element_ty),
         mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
     )
-    tl.store(tops + place, top, mask=real)
-    tl.store(totals + place, total, mask=real)
+    if not ALONE:
+        tl.store(tops + place, top, mask=real)
+        tl.store(totals + place, total, mask=real)
+    elif LSE:
+        tl.store(tops + place, logarithm(top, divisor), mask=real)
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])
@@ -186,41 +199,50 @@ def join(
     rows,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     LSE: tl.constexpr,
 ):
-    """One row's partial results, weighted by their sums of exponentials; 0 where no split kept a key.
+    """The partial results of BLOCK_ROWS rows, weighted by their sums of exponentials; 0 where no split kept a key.
 
     Twice over the splits, the highest score first, BLOCK_SPLITS at a time: none of their loads waits for another. With
     LSE also the logarithm (base e) of the sum of exponentials, -inf where no split kept a key.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = row < rows
     dims = tl.arange(0, BLOCK_DIM)
     several = tl.arange(0, BLOCK_SPLITS)
 
-    highest = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
+    highest = tl.full([BLOCK_ROWS, BLOCK_SPLITS], float("-inf"), tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + several
-        part = tl.load(tops + split.to(tl.int64) * rows + row, mask=split < splits, other=float("-inf"))
-        highest = tl.maximum(highest, part)
-    top = tl.max(highest, 0)
+        place = split.to(tl.int64)[None, :] * rows + row[:, None]
+        there = (split < splits)[None, :] & real[:, None]
+        highest = tl.maximum(highest, tl.load(tops + place, mask=there, other=float("-inf")))
+    top = tl.max(highest, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
 
-    total = tl.zeros([BLOCK_SPLITS], tl.float32)
-    joined = tl.zeros([BLOCK_DIM], tl.float32)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_SPLITS], tl.float32)
+    joined = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + several
-        there = split < splits
-        place = split.to(tl.int64) * rows + row
+        place = split.to(tl.int64)[None, :] * rows + row[:, None]
+        there = (split < splits)[None, :] & real[:, None]
         values = tl.load(
-            partial + place[:, None] * DIM + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0
+            partial + place[:, :, None] * DIM + dims[None, None, :],
+            mask=there[:, :, None] & (dims < DIM)[None, None, :],
+            other=0.0,
         )
         part = tl.load(tops + place, mask=there, other=float("-inf"))
-        weight = tl.load(totals + place, mask=there, other=0.0) * tl.exp2(part - base)
-        joined += tl.sum(weight[:, None] * values, 0)
+        weight = tl.load(totals + place, mask=there, other=0.0) * tl.exp2(part - base[:, None])
+        joined += tl.sum(weight[:, :, None] * values, 1)
         total += weight
-    whole = tl.sum(total, 0)
+    whole = tl.sum(total, 1)
     divisor = tl.where(whole == 0.0, 1.0, whole)
-    tl.store(result + row * DIM + dims, (joined / divisor).to(result.dtype.element_ty), mask=dims < DIM)
+    tl.store(
+        result + row[:, None] * DIM + dims[None, :],
+        (joined / divisor[:, None]).to(result.dtype.element_ty),
+        mask=real[:, None] & (dims < DIM)[None, :],
+    )
     if LSE:
-        tl.store(lse + row, (top + tl.log2(divisor)) * 0.6931471805599453)
+        tl.store(lse + row, logarithm(top, divisor), mask=real)

@@ -54,11 +54,13 @@ class Flash(Kernel):
     torch_check = "can_use_flash_attention"
     padded_by_torch = True
     sweeps = ("prefill", "decoding", "launch")
+    measured = ("H200",)
     flex_wide = 0.85
-    # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped
-    shape = Shape(128, (32, 64, 96, 128, 192, 256), splits_keys=True, packs_one_row=True)
+    # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped; run_mha_fwd_splitkv_dispatch: blocks of 64 rows
+    shape = Shape(128, (32, 64, 96, 128, 192, 256), splits_keys=True, split_rows=64, packs_one_row=True)
     shares = {  # few rows are shared out in blocks of 128
         "hopper": Shares(0.54, few_rows=0.75, narrow=0.51, wide=0.45),
+        "H200": Shares(0.485, one_row=0.97, few_rows=0.97, narrow=0.46, wide=0.43),
         "ampere": Shares(0.72, few_rows=0.75),
         "ada": Shares(0.70, few_rows=0.75),
         "blackwell": Shares(0.22, few_rows=0.75),

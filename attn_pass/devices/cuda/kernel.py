@@ -16,7 +16,8 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.targets.base import Target
 from attn_pass.targets.kernel_rules import KernelRules
 
-Generation = Literal["ampere", "ada", "hopper", "blackwell"]
+Generation = Literal["ampere", "ada", "hopper", "blackwell", "H200"]
+"""Of GPUs; and one that was measured by itself, by its name."""
 Sweep = Literal["prefill", "decoding", "float32", "launch"]
 """Calls of ``attn-pass calibrate``: many rows and few in half precision, many in float32, and one that does no work."""
 
@@ -26,6 +27,7 @@ class CudaKernel(Target):
 
     Attributes:
         shares: the shares of a GPU's rates that it reaches, by generation; other generations do not have the kernel.
+        measured: the GPUs on which this project measured them, by name.
         shape: its tile sizes, for the cost model; None for a kernel with its own cost function.
         rules: for one of torch's kernels, the constraints of torch's call and of its operator.
         settled: for one of torch's kernels, its operator in a decomposed program, where the call stays.
@@ -40,6 +42,7 @@ class CudaKernel(Target):
 
     name = ""
     shares: Mapping[Generation, Shares] = {}
+    measured: tuple[str, ...] = ()
     shape: Shape | None = None
     rules: KernelRules | None = None
     settled: OpOverload | None = None

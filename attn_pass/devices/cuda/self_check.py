@@ -1,8 +1,9 @@
 """Checks the decode kernel on the GPU that is present: tiny cases against the reference, once per machine.
 
 Triton compiles the kernel for a GPU, driver and version that may never have been tested. The first offer on a device
-therefore runs the kernel on six shapes that go through every branch, and a kernel that gives wrong numbers, or raises,
-is not used there. The result is cached on disk, keyed by everything it depends on, including the kernel's own source.
+therefore runs the kernel on seven shapes that go through every branch, and a kernel that gives wrong numbers, or
+raises, is not used there. The result is cached on disk, keyed by everything it depends on, including the kernel's own
+source.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ CASES = (
     Case("grouped heads", 8, 2, 1, 700, 128, torch.bfloat16),
     Case("a boolean mask of one row", 4, 1, 2, 600, 64, torch.float16, mask="one row"),
     Case("an added mask with a fully masked row", 4, 2, 3, 520, 80, torch.bfloat16, mask="rows"),
+    Case("one split, with a fully masked row", 4, 2, 3, 120, 64, torch.bfloat16, mask="rows"),
     Case("a window", 4, 4, 5, 900, 32, torch.float16, causal=True, window=130),
     Case("lengths, causal", 6, 2, 4, 640, 64, torch.float16, causal=True, lengths=(530, 0)),
     Case(

@@ -39,8 +39,10 @@ MISTAKES = {
     ),
     "alignment of causal masks": ("at[:, None] + (end - q_len)", "at[:, None] + (kv_len - q_len)"),
     "empty rows": ("divisor = tl.where(whole == 0.0, 1.0, whole)", "divisor = whole"),
-    "weights of splits": ("* tl.exp2(part - base)", ""),
-    "base of the logarithm": ("(top + tl.log2(divisor)) * 0.6931471805599453", "top + tl.log2(divisor)"),
+    "weights of splits": ("* tl.exp2(part - base[:, None])", ""),
+    "base of the logarithm": ("(top + tl.log2(total)) * 0.6931471805599453", "top + tl.log2(total)"),
+    "empty rows of one split": ("divisor = tl.where(total == 0.0, 1.0, total)", "divisor = total"),
+    "logarithms of one split": ("tl.store(tops + place, logarithm(top, divisor)", "tl.store(tops + place, (top)"),
 }
 
 

@@ -107,8 +107,9 @@ def test_sites_that_cudnn_refuses_go_to_flash() -> None:
 def test_wide_heads_are_not_cudnn_s_before_it_is_known_to_be_good_at_them() -> None:
     """Torch 2.14 asks for cuDNN 9.23; what 2.11 to 2.13 pick by themselves on Hopper is left as it is."""
     shape = (2, 16, 16, 2048, 2048, 256)
-    site = decided(by_hand, "H200", *shape)
-    assert site.target == "flash" and "before cuDNN 9.23" in site.refusals["cudnn"]
+    assert decided(by_hand, "H100", *shape).target == "flash"
+    site = decided(by_hand, "H200", *shape)  # where flash, as it was measured, is no faster than products
+    assert site.outcome == "left" and "before cuDNN 9.23" in site.refusals["cudnn"]
     assert "head dim" in decided(by_hand, "B200", *shape).refusals["cudnn"]
     assert decided(call, "H200", *shape).outcome == "left"
 
@@ -172,12 +173,12 @@ def test_float32_stays_float32(device: str, grad: bool) -> None:
 @pytest.mark.parametrize("q_len", [2, 8, 16, 64])
 @pytest.mark.parametrize("program", [by_hand, call, to_the_last_key])
 def test_few_rows_over_many_keys_are_split(device: str, q_len: int, program: Callable[..., Tensor]) -> None:
-    """But where FlashAttention's own splits are predicted to be as good, as for a whole block of 64 rows a head."""
+    """But where FlashAttention's own splits are predicted to be as good: a block of 64 rows, heads without groups."""
     kv_heads = 32 if program is to_the_last_key else 8
     site = decided(program, device, 1, 32, kv_heads, q_len, 32768, 128)
-    if q_len > 8 and site.target != "decode":
+    if site.target != "decode" and (q_len > 8 or kv_heads == 32):
         times = site.predicted_us
-        assert site.target == "flash"
+        assert site.target == "flash" or (site.outcome == "left" and times["leave"] == times["flash"])
         assert min(times[name] for name in times if name.startswith("flash")) < 1.05 * min(times.values())
     else:
         assert site.target == "decode"
@@ -186,7 +187,8 @@ def test_few_rows_over_many_keys_are_split(device: str, q_len: int, program: Cal
 def test_one_row_is_cudnn_s_on_hopper_and_never_on_blackwell() -> None:
     shape = (8, 32, 8, 1, 32768, 128)
     assert decided(by_hand, "H200", *shape).target == "cudnn"
-    assert decided(by_hand, "A100", *shape).target == "flash"
+    site = decided(by_hand, "A100", *shape)
+    assert site.target == "decode" and site.predicted_us["flash"] < 1.1 * site.predicted_us["decode"]
     site = decided(by_hand, "B200", *shape)
     assert site.target == "decode" and "cudnn" not in site.predicted_us
 
@@ -199,12 +201,13 @@ def test_a_growing_number_of_keys_goes_away_from_cudnn(q_len: int, program: Call
     assert site.predicted_us["cudnn"] > 1000
 
 
-@pytest.mark.parametrize("device", ["H200", "A100", "L4"])
+@pytest.mark.parametrize("device", ["H200", "H100", "A100", "L4"])
 def test_a_learned_bias_in_training_goes_to_the_efficient_kernel(device: str) -> None:
+    """But where that is so slow beside products that these are as fast: on an H200, as it was measured."""
     bias = torch.empty(1, 12, 512, 512, dtype=BF16, device="meta", requires_grad=True)
     site = decided(biased, device, 8, 12, 12, 512, 512, 64, grad=True, extra=(bias,))
-    assert site.target == "efficient"
-    assert "gradient" in site.refusals["cudnn"]
+    assert site.target == (None if device == "H200" else "efficient")
+    assert "gradient" in site.refusals["cudnn"] and site.predicted_us["efficient"] < 1.2 * site.predicted_us["leave"]
 
 
 def test_deterministic_algorithms_keep_cudnn_away() -> None:

@@ -105,22 +105,32 @@ def test_nothing_but_its_own_results_is_written() -> None:
 
 
 class Everything(torch.nn.Module):
+    def __init__(self, window: int = 500) -> None:
+        super().__init__()
+        self.window = window
+
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, mask, lengths = given
-        return decode_with_lse(q, k, v, mask, 0.1, True, 50, lengths)
+        return decode_with_lse(q, k, v, mask, 0.1, True, self.window, lengths)
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("mask", [torch.bool, torch.float32])
 def test_no_mask_and_no_length_is_written(mask: torch.dtype) -> None:
-    with FakeTensorMode():
-        q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 900, 900))
-        given = torch.empty(2, 1, 3, 900, dtype=mask, device="cuda")
-        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
-        graph = aot_export_module(Everything(), (q, k, v, given, lengths), trace_joint=False)[0].graph
-    first, second = launches(graph)
+    def traced_with(window: int) -> list[torch.fx.Node]:
+        with FakeTensorMode():
+            q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 900, 900))
+            given = torch.empty(2, 1, 3, 900, dtype=mask, device="cuda")
+            lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+            return launches(
+                aot_export_module(Everything(window), (q, k, v, given, lengths), trace_joint=False)[0].graph
+            )
+
+    first, second = traced_with(500)
     assert first.kwargs["tensors_to_clone"] == ["partial", "tops", "totals"]
     assert second.kwargs["tensors_to_clone"] == ["result", "lse"]
+    (alone,) = traced_with(50)  # so few keys are one split, which writes the result
+    assert alone.kwargs["tensors_to_clone"] == ["partial", "tops"]
 
 
 @pytest.mark.usefixtures("hopper")

@@ -77,11 +77,11 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_right_kernel_is_run_once(monkeypatch: pytest.MonkeyPatch, nothing_checked: Path) -> None:
     kernel = use(monkeypatch, Kernel())
     assert self_check.failure(CPU) is None and self_check.failure(CPU) is None
-    assert kernel.calls == len(self_check.CASES) == 6
+    assert kernel.calls == len(self_check.CASES) == 7
     (record,) = nothing_checked.glob("*.json")
     assert json.loads(record.read_text())["failure"] is None
     another_process(monkeypatch)
-    assert self_check.failure(CPU) is None and kernel.calls == 6
+    assert self_check.failure(CPU) is None and kernel.calls == 7
 
 
 def test_the_operator_itself_is_run() -> None:
@@ -122,7 +122,7 @@ def test_another_version_is_checked_again(monkeypatch: pytest.MonkeyPatch, name:
     else:
         monkeypatch.setattr(self_check, name, lambda: other)
     assert self_check.failure(CPU) is None
-    assert kernel.calls == 12
+    assert kernel.calls == 14
 
 
 def test_an_invalid_record_is_measured_again(monkeypatch: pytest.MonkeyPatch, nothing_checked: Path) -> None:
@@ -133,7 +133,7 @@ def test_an_invalid_record_is_measured_again(monkeypatch: pytest.MonkeyPatch, no
         record.write_text(text)
         another_process(monkeypatch)
         assert self_check.failure(CPU) is None
-    assert kernel.calls == 30
+    assert kernel.calls == 35
 
 
 def test_threads_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_threads_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == [None] * 4 and kernel.calls == 6
+    assert answers == [None] * 4 and kernel.calls == 7
 
 
 def test_it_runs_on_real_tensors_in_the_middle_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_it_runs_on_real_tensors_in_the_middle_of_a_compile(monkeypatch: pytest.
     kernel = use(monkeypatch, Kernel())
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         assert self_check.failure(CPU) is None
-    assert kernel.calls == 6
+    assert kernel.calls == 7
 
 
 def test_nothing_is_run_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_the_target_refuses_on_a_gpu_where_it_failed(monkeypatch: pytest.MonkeyP
 
 def test_the_target_offers_where_it_passed_and_asks_nothing_of_a_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = use(monkeypatch, Kernel())
-    assert decided(monkeypatch, here=True).target == "decode" and kernel.calls == 6
+    assert decided(monkeypatch, here=True).target == "decode" and kernel.calls == 7
     kernel = use(monkeypatch, Kernel(off=0.5))
     another_process(monkeypatch)
     assert decided(monkeypatch, here=False).target == "decode" and kernel.calls == 0

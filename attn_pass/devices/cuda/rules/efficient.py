@@ -51,4 +51,5 @@ EFFICIENT = KernelRules(
         ),
         grid("pytorch#146704, #176096, #177985"),
     ),
+    takes_any_mask_rank=True,
 )
