@@ -19,7 +19,7 @@ from torch import Tensor
 import attn_pass
 from attn_pass.measuring.timing import farthest
 from attn_pass.targets.registry import all_targets
-from bench.gpu import decode_cases
+from bench.gpu import decode_cases, toolchain
 from bench.gpu.environment import Environment, decision_row, passed
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
@@ -295,6 +295,8 @@ def decode_compiled(env: Environment, dynamic: bool) -> Row:
 
 def decode_packaged(env: Environment) -> Row:
     """The operator in an AOTInductor package, with any number of keys."""
+    if not env.dry:
+        toolchain.require()
     shape = _STEP.tiny() if env.dry else _STEP
     program = call(shape)
     assert program is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from bench.harness.document import Column, Row
 
 Tell = Callable[[str], None]
 _TRACE = 2500  # characters kept of a traceback
+_LONG_S = 40.0  # for a case
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,10 @@ def _run_part(env: Environment, part: Part, deadline: float, done: set[str], tel
 
 
 def _run_case(env: Environment, case: Case) -> Row:
+    """A case that takes long says on stderr where it is, again and again."""
     began = time.perf_counter()
     row: Row = {"name": case.name}
+    faulthandler.dump_traceback_later(_LONG_S, repeat=True)
     try:
         env.forget()
         row |= case.run()
@@ -136,6 +140,8 @@ def _run_case(env: Environment, case: Case) -> Row:
         row |= {"status": "failed", "error_text": why(error), "trace": traceback.format_exc()[-_TRACE:]}
         if not env.dry and _is_lost(env):
             row |= {"error_text": f"{row['error_text']} (the device was lost)", "lost": True}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     row["seconds"] = round(time.perf_counter() - began, 2)
     return row
 

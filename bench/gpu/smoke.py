@@ -49,14 +49,19 @@ def tools(env: Environment) -> Row:
     tools = toolchain.find()
     row: Row = {"compiler": tools.compiler, "cuda_home": tools.cuda_home, "libcuda": tools.libcuda}
     row["linking"] = toolchain.links_libcuda(tools)
+    row["loading"] = "not tried" if row["linking"] else toolchain.loads(tools.compiler)
     row["found"] = one_line({name: value or "none" for name, value in row.items()})
     if row["linking"] and not env.dry:
         raise RuntimeError(f"AOTInductor will not link here: {row['linking']}")
+    if row["loading"] and not env.dry:
+        raise RuntimeError(f"packages of AOTInductor will not load here: {row['loading']}")
     return row
 
 
 def packaged_shared_keys(env: Environment) -> Row:
     """Seed S4 as a package, with its batch open, against float64."""
+    if not env.dry:
+        toolchain.require()
     quick = torch._inductor.config.patch(_OF_A_DRY_RUN if env.dry else {})
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quick:
         *_, program = s4.programs(Setting(env.device, quick=env.dry))

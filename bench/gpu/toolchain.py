@@ -1,5 +1,10 @@
 """The parts that AOTInductor needs besides torch: a C++ compiler, CUDA's headers, and libcuda for the linker.
 
+The compiler has to link the libstdc++ that torch runs with. With one of its own in the package (``-static-libstdc++``,
+by a flag or because the compiler has no other) the numbers of the facets of a locale differ, and the regular expression
+that every package reads its device with ends the process: ``std::bad_cast`` up to GCC 12, and a segmentation fault from
+13 on, which no longer asks whether it has the right facet.
+
 ``python -m bench.gpu.toolchain`` prints the lines for a shell that put right what can be put right from here.
 """
 
@@ -12,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _LIBRARY_FOLDERS = (
@@ -26,6 +32,19 @@ _HEADERS = ("cuda.h", "cuda_runtime_api.h")
 _PROGRAM = (
     "#include <cuda.h>\n#include <cuda_runtime_api.h>\nint main() { return cuInit(0) == CUDA_SUCCESS ? 0 : 0; }\n"
 )
+# What a package does when it is loaded: torch/csrc/inductor/aoti_runtime/model_base.h, parse_device_str.
+_LIBRARY = """#include <regex>
+#include <string>
+extern "C" int is_device(const char* text) {
+    const std::regex expression("(cpu|cuda)(:([0-9]+))?");
+    std::smatch found;
+    const std::string name(text);
+    return std::regex_match(name, found, expression) ? 1 : 0;
+}
+"""
+_CALL = "import ctypes, sys, torch; sys.exit(ctypes.CDLL(sys.argv[1]).is_device(b'cuda:0') != 1)"
+_LIBSTDCXX = "import torch; print(*(x.split()[-1] for x in open('/proc/self/maps') if 'libstdc++.so' in x), sep='\\n')"
+_OTHERS = ("/usr/bin/g++", "/usr/bin/c++")
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,51 @@ def exports(tools: Toolchain, links: Path) -> dict[str, str]:
             folder = links
         before = os.environ.get("LIBRARY_PATH", "")
         wanted["LIBRARY_PATH"] = f"{folder}:{before}" if before else str(folder)
+    if tools.compiler and loads(tools.compiler):
+        fitting = next((c for c in (_with_libstdcxx(tools.compiler, links), *_OTHERS) if c and not loads(c)), "")
+        if fitting:
+            wanted["CXX"] = fitting  # which Inductor takes
     return wanted
+
+
+def _with_libstdcxx(compiler: str, folder: Path) -> str:
+    """The compiler as a script that links the libstdc++ that torch runs with ahead of its own; empty without one."""
+    said = subprocess.run([sys.executable, "-c", _LIBSTDCXX], capture_output=True, text=True, check=False).stdout
+    if not said.split():
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "g++"  # by this name Inductor knows what it is
+    linking = f'case " $* " in *" -shared "*) exec "{compiler}" "$@" "{said.split()[0]}" ;; esac'
+    script.write_text(f'#!/bin/sh\n{linking}\nexec "{compiler}" "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@cache
+def loads(compiler: str) -> str:
+    """Compiles a library that does what a package does first, for a process with torch; what went wrong, or empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        source.write_text(_LIBRARY)
+        line = [compiler, str(source), "-std=c++17", "-fPIC", "-shared", "-o", str(library)]
+        for what in (line, [sys.executable, "-c", _CALL, str(library)]):
+            try:
+                done = subprocess.run(what, capture_output=True, text=True, check=False)
+            except OSError as error:
+                return str(error)
+            if done.returncode != 0:
+                ended = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+                way = "compiling" if what is line else "a C++ library loaded beside torch"
+                return f"{way} ended with {ended}: {' '.join(done.stderr.split())[-200:]}"
+    return ""
+
+
+def require() -> None:
+    """Raises RuntimeError where a package would take the process down that loads it."""
+    tools = find()
+    problem = loads(tools.compiler) if tools.compiler else "there is no C++ compiler"
+    if problem:
+        raise RuntimeError(f"a package of AOTInductor would not load here: {tools.compiler}: {problem}")
 
 
 def links_libcuda(tools: Toolchain) -> str:

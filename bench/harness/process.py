@@ -6,6 +6,7 @@ Nothing here needs more than Python: the GPU's benches (`bench.gpu`) run where t
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import signal
 import sys
@@ -116,6 +117,7 @@ def in_child(task: Task, limit_s: float) -> list[Row]:
 def _child(sender: Connection, task: Task) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    faulthandler.enable()  # a fault in a library names the line that called it
     try:
         for row in task.measure(*task.args):
             sender.send(row)

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,19 @@ from host_events import Event
 pytest.importorskip("triton")
 
 from attn_pass.devices.cuda import decode_operator
-from bench.gpu import console, counters, decode_grid, floors, goals, probes, smoke, stand_ins, supervisor, toolchain
+from bench.gpu import (
+    console,
+    correctness,
+    counters,
+    decode_grid,
+    floors,
+    goals,
+    probes,
+    smoke,
+    stand_ins,
+    supervisor,
+    toolchain,
+)
 from bench.gpu.__main__ import PARTS, arguments, main
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
@@ -392,6 +405,7 @@ def test_an_unknown_stage_is_refused() -> None:
 
 
 def test_a_toolchain_without_its_parts_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "loads", lambda _: "")
     tools = toolchain.Toolchain("/usr/bin/g++", "", "")
     assert "cuda.h" in tools.missing and "libcuda" in tools.missing and "g++" not in tools.missing
     assert toolchain.links_libcuda(tools).startswith("not tried")
@@ -411,6 +425,27 @@ def test_the_smoke_stage_fails_where_a_package_would_not_link(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="will not link here: not tried: CUDA's headers"):
         smoke.tools(Environment("cuda"))
     assert smoke.tools(Environment("cpu"))["linking"].startswith("not tried")
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ and Linux's loader")
+def test_a_compiler_with_a_libstdcxx_of_its_own_is_noticed_and_put_right(tmp_path: Path) -> None:
+    """A package that such a compiler links takes the process down that loads it."""
+    own = tmp_path / "g++"
+    own.write_text('#!/bin/sh\nexec g++ "$@" -static-libstdc++ -static-libgcc\n')
+    own.chmod(0o755)
+    problem = toolchain.loads(str(own))
+    assert problem.startswith("a C++ library loaded beside torch ended with"), problem
+    wanted = toolchain.exports(toolchain.Toolchain(str(own), "", ""), tmp_path / "links")
+    assert wanted == {"CXX": str(tmp_path / "links" / "g++")}
+
+
+def test_a_package_that_would_not_load_is_an_error_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find", lambda: toolchain.Toolchain("/opt/gcc/bin/g++", "/usr", "/usr"))
+    monkeypatch.setattr(toolchain, "links_libcuda", lambda _: "")
+    monkeypatch.setattr(toolchain, "loads", lambda _: "ended with signal 11")
+    for case in (smoke.tools, smoke.packaged_shared_keys, correctness.decode_packaged):
+        with pytest.raises(RuntimeError, match=r"load here.*signal 11"):
+            case(Environment("cuda"))
 
 
 def test_counters_are_read_from_behind_the_notices_of_the_tool() -> None:
