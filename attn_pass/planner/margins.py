@@ -17,8 +17,8 @@ from attn_pass.targets.torch_call import order
 
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
 _FUSED = 1.25  # in place of a call that reaches a fused kernel
-# Between kernels whose rates were measured: on an H200 the model is off by 5 to 8 % on average, and by up to a fifth in
-# nine of ten predictions (docs/results/gpu-nvidia-h200.md).
+# Between kernels whose rates were measured: on an H200 the model is off by 7 % on average, and by up to a fifth in nine
+# of ten predictions (docs/results/gpu-nvidia-h200.md).
 _FITTED = 1.15
 _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
 # Stock's patterns make a call of products and a softmax. By another processor's rates these took up to 1.5 times the
@@ -96,7 +96,9 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     if known and before is not None:
         return Margin(_FITTED, f" to replace a call that already runs {before}; predictions may be off by as much")
     if before is None:
-        return Margin(1 / _TIE if offer.target in order(device) else _ROUNDING)
+        # Products and a softmax were timed on no GPU, and hold all scores in memory.
+        less = _FUSED if known else _TIE
+        return Margin(1 / less if offer.target in order(device) else _ROUNDING)
     works = f" to replace a call that already runs {before} on an uncalibrated device"
     return Margin(_FLEX if offer.compiled_for_site else _FUSED, works)
 

@@ -131,8 +131,8 @@ def _run_case(env: Environment, case: Case) -> Row:
     """A case that takes long says on stderr where it is, again and again."""
     began = time.perf_counter()
     row: Row = {"name": case.name}
-    faulthandler.dump_traceback_later(_LONG_S, repeat=True)
     try:
+        faulthandler.dump_traceback_later(_LONG_S, repeat=True)
         env.forget()
         row |= case.run()
         env.wait()

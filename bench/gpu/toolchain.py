@@ -125,6 +125,8 @@ def _with_libstdcxx(compiler: str, folder: Path) -> str:
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "g++"  # by this name Inductor knows what it is
+    if Path(compiler) == script:
+        return ""  # it has been tried
     linking = f'case " $* " in *" -shared "*) exec "{compiler}" "$@" "{said.split()[0]}" ;; esac'
     script.write_text(f'#!/bin/sh\n{linking}\nexec "{compiler}" "$@"\n')
     script.chmod(0o755)

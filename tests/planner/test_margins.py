@@ -66,7 +66,7 @@ def test_what_is_asked_of_measured_costs() -> None:
     both = replace(H200, measured_kernels=("cudnn", "flash"))
     assert margins.margin(offer("flash"), setting(both, "cudnn")).times == 1.15
     assert margins.margin(offer("flash"), setting(both, "flash")).times == pytest.approx(1 / 0.99)
-    assert margins.margin(offer("flash"), setting(both, None)).times == 1 / 1.05  # what it replaces was not measured
+    assert margins.margin(offer("flash"), setting(both, None)).times == 1 / 1.25  # what it replaces was not measured
     assert margins.margin(offer("decode"), setting(both, "cudnn")).times == 1.25
     assert margins.margin(offer("flash"), setting(both, "efficient")).times == 1.25
     assert margins.margin(offer("flex"), setting(both, "cudnn")).times == 2.0

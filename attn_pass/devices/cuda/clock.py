@@ -34,7 +34,7 @@ class EventClock(Clock):
             end.synchronize()
             if not woke_up or cycles >= _MOST_CYCLES:
                 return float(start.elapsed_time(end)) * 1e3 / calls
-            cycles *= 4
+            cycles = min(4 * cycles, _MOST_CYCLES)
 
     def host_us(self, run: Run, calls: int) -> float:
         """Microseconds until the host may go on."""

@@ -1,13 +1,14 @@
 """The cost model of CUDA kernels: how each handles few rows, odd head dims and grouped heads.
 
-A kernel's shape and its shares of the matrix rate are in its own file. This project has measured none of them; the
-published figures they were set by are named where they are used.
+A kernel's shape and its shares of the matrix rate are in its own file: measured on an H200, and for other GPUs set by
+published figures, which are named where they are used.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from attn_pass.devices.device import FEW_ROWS, Device, Shares
 from attn_pass.devices.roofline import Problem, traffic
@@ -40,7 +41,8 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
     blocks = -(-problem.q_len // shape.rows)
     one_row = problem.q_len == 1
     heads = problem.kv_heads if one_row and shape.packs_one_row else problem.heads
-    balance = min(1.0, max(1, problem.batch * heads * blocks) / device.cores)
+    tasks = max(1, problem.batch * heads * blocks)
+    balance = min(1.0, tasks / device.cores)
     split = shape.splits_keys or (shape.splits_one_row and one_row)
     spread = 1.0 if split and problem.kv_len >= 512 else balance
     rows = blocks * shape.rows
@@ -61,7 +63,7 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
     memory = max(memory, read / device.cache_gbytes / 1e3)
     memory /= min(1.0, spread * shape.one_core)
     if shape.splits_keys and balance < spread:
-        memory /= _filled(problem.batch * heads * blocks, device.cores)
+        memory /= _filled(tasks, device.cores)
     mask = 0.0
     if problem.mask_elements:
         written_us = traffic(device, 2 * problem.mask_elements * problem.mask_bytes)
@@ -75,6 +77,7 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
     return start + max(arithmetic, memory) + mask + copies + plan
 
 
+@lru_cache(maxsize=256)
 def _filled(tasks: int, cores: int) -> float:
     """What FlashAttention's splits fill of a GPU, two blocks a multiprocessor: flash_api.cpp, num_splits_heuristic.
 

@@ -37,7 +37,7 @@ def _shares(generation: Generation, flex: Shares, name: Generation | None = None
 # cuDNN takes 1.2 times as long as flash, on Ada 1.07; FlexAttention reaches 0.85 of FlashAttention-2 on A100 (PyTorch's
 # blog). What CUTLASS's kernel reaches is a guess from the instructions it was compiled for, and so is all of Blackwell.
 # H200's are those with which the model is nearest to 42 shapes of prefill and 66 of decoding that were measured with
-# torch 2.11 and cuDNN 9.19 (docs/results/gpu-nvidia-h200.md): 5 to 9 % off on average, a fifth or less in nine of ten.
+# torch 2.11 and cuDNN 9.19 (docs/results/gpu-nvidia-h200.md): 7 % off on average, a fifth or less in nine of ten.
 _HOPPER = _shares("hopper", Shares(0.59, narrow=0.70))
 _H200 = _shares("hopper", Shares(0.59, narrow=0.70), "H200")
 _AMPERE = _shares("ampere", Shares(0.612))
@@ -106,7 +106,9 @@ def cuda_here(at: torch.device | None = None) -> Device:
 def with_flash(device: Device, version: str) -> Device:
     """The device with another FlashAttention behind torch's operators: "FA2", "FA3" or "FA4"."""
     own = {k.name: k.shares_with(version, device.shares[k.name]) for k in KERNELS if k.name in device.shares}
-    return replace(device, flash=version, shares={**device.shares, **own})
+    known = tuple(k.name for k in KERNELS if own.get(k.name) == device.shares.get(k.name))
+    measured = tuple(name for name in device.measured_kernels if name in known)
+    return replace(device, flash=version, shares={**device.shares, **own}, measured_kernels=measured)
 
 
 def _kernels(sheet: Sheet, *, of_this_process: bool = False) -> tuple[str, ...]:
@@ -144,7 +146,8 @@ def _sized(row: Sheet, properties: torch.cuda._CudaDeviceProperties) -> Sheet:
     cores = properties.multi_processor_count
     share = cores / row.cores
     rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes", "cache_gbytes")
-    sized = replace(row, cores=cores, **{name: getattr(row, name) * share for name in rates})
+    measured = row.measured if cores == row.cores else ()  # a part of a GPU is another one
+    sized = replace(row, cores=cores, measured=measured, **{name: getattr(row, name) * share for name in rates})
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     if clock and width:  # kHz, two transfers each, and bits
         memory = _COPIED * 2 * clock * width / 8 / 1e6

@@ -107,9 +107,8 @@ def test_sites_that_cudnn_refuses_go_to_flash() -> None:
 def test_wide_heads_are_not_cudnn_s_before_it_is_known_to_be_good_at_them() -> None:
     """Torch 2.14 asks for cuDNN 9.23; what 2.11 to 2.13 pick by themselves on Hopper is left as it is."""
     shape = (2, 16, 16, 2048, 2048, 256)
-    assert decided(by_hand, "H100", *shape).target == "flash"
-    site = decided(by_hand, "H200", *shape)  # where flash, as it was measured, is no faster than products
-    assert site.outcome == "left" and "before cuDNN 9.23" in site.refusals["cudnn"]
+    site = decided(by_hand, "H200", *shape)
+    assert site.target == "flash" and "before cuDNN 9.23" in site.refusals["cudnn"]
     assert "head dim" in decided(by_hand, "B200", *shape).refusals["cudnn"]
     assert decided(call, "H200", *shape).outcome == "left"
 
@@ -203,11 +202,10 @@ def test_a_growing_number_of_keys_goes_away_from_cudnn(q_len: int, program: Call
 
 @pytest.mark.parametrize("device", ["H200", "H100", "A100", "L4"])
 def test_a_learned_bias_in_training_goes_to_the_efficient_kernel(device: str) -> None:
-    """But where that is so slow beside products that these are as fast: on an H200, as it was measured."""
     bias = torch.empty(1, 12, 512, 512, dtype=BF16, device="meta", requires_grad=True)
     site = decided(biased, device, 8, 12, 12, 512, 512, 64, grad=True, extra=(bias,))
-    assert site.target == (None if device == "H200" else "efficient")
-    assert "gradient" in site.refusals["cudnn"] and site.predicted_us["efficient"] < 1.2 * site.predicted_us["leave"]
+    assert site.target == "efficient"
+    assert "gradient" in site.refusals["cudnn"]
 
 
 def test_deterministic_algorithms_keep_cudnn_away() -> None:

@@ -9,11 +9,13 @@ import statistics
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from attn_pass.devices import registry
+from attn_pass.devices.cuda import facts
 from attn_pass.devices.cuda.points import Point
 from attn_pass.planner import margins
 
@@ -75,3 +77,11 @@ def test_what_is_taken_in_place_of_cudnn_is_never_slower() -> None:
         taken = best if wins else stock
         assert cell[taken] <= 1.02 * cell[stock], (stock.name, taken.name)
         assert cell[taken] <= 1.05 * min(cell.values()) or taken == stock, (stock.name, taken.name)
+
+
+def test_what_was_measured_is_this_gpu_with_flash_attention_2() -> None:
+    assert set(H200.measured_kernels) == {"cudnn", "flash", "efficient"}
+    assert set(facts.with_flash(H200, "FA3").measured_kernels) == {"cudnn", "efficient"}
+    sheet = facts._named("NVIDIA H200 MIG 1g.18gb")
+    part: Any = SimpleNamespace(multi_processor_count=16, name="NVIDIA H200 MIG 1g.18gb")
+    assert sheet is not None and sheet.measured and facts._sized(sheet, part).measured == ()
