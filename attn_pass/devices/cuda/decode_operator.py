@@ -246,14 +246,13 @@ def launched(
         splits=splits,
         **_arguments(inputs, tiles),
         ALONE=alone,
-        LSE=with_lse,
+        LSE=alone and with_lse,  # elsewhere it makes no other kernel
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
     if alone:
         return result, lse
-    at_once = power(splits, 2) if isinstance(splits, int) else _SPLITS_JOINED
-    at_once = min(at_once, _SPLITS_JOINED)
+    at_once = min(power(splits, 2), _SPLITS_JOINED) if isinstance(splits, int) else _SPLITS_JOINED
     rows = _SPLITS_JOINED // at_once
     wrap(join)[(_blocks(count, rows),)](
         partial=partial,

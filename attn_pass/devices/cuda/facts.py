@@ -38,8 +38,9 @@ def _shares(generation: Generation, flex: Shares, name: Generation | None = None
 # blog). What CUTLASS's kernel reaches is a guess from the instructions it was compiled for, and so is all of Blackwell.
 # H200's are those with which the model is nearest to 42 shapes of prefill and 66 of decoding that were measured with
 # torch 2.11 and cuDNN 9.19 (docs/results/gpu-nvidia-h200.md): 7 % off on average, a fifth or less in nine of ten.
-_HOPPER = _shares("hopper", Shares(0.59, narrow=0.70))
-_H200 = _shares("hopper", Shares(0.59, narrow=0.70), "H200")
+_FLEX_ON_HOPPER = Shares(0.59, narrow=0.70)
+_HOPPER = _shares("hopper", _FLEX_ON_HOPPER)
+_H200 = _shares("hopper", _FLEX_ON_HOPPER, "H200")
 _AMPERE = _shares("ampere", Shares(0.612))
 _ADA = _shares("ada", Shares(0.595))
 _BLACKWELL = _shares("blackwell", Shares(0.264))
@@ -106,8 +107,7 @@ def cuda_here(at: torch.device | None = None) -> Device:
 def with_flash(device: Device, version: str) -> Device:
     """The device with another FlashAttention behind torch's operators: "FA2", "FA3" or "FA4"."""
     own = {k.name: k.shares_with(version, device.shares[k.name]) for k in KERNELS if k.name in device.shares}
-    known = tuple(k.name for k in KERNELS if own.get(k.name) == device.shares.get(k.name))
-    measured = tuple(name for name in device.measured_kernels if name in known)
+    measured = tuple(name for name in device.measured_kernels if own.get(name) == device.shares[name])
     return replace(device, flash=version, shares={**device.shares, **own}, measured_kernels=measured)
 
 
