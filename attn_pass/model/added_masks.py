@@ -1,4 +1,4 @@
-"""A matrix of zeros and a number that masks, alone or in a sum with a learned bias: as the keep-condition it is."""
+"""A matrix of zeros and a number that masks, alone or in a sum with a bias: as the keep-condition it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import FALSE, Apply, Const, Expr, Load, apply, walk
+from attn_pass.model.expression import FALSE, Apply, Const, Expr, IndexValue, Load, apply, expression_axes, walk
 from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
 
@@ -27,19 +27,19 @@ def kept_in_place_of_added(a: Attention) -> Attention | None:
     if keep is None or not (_absorbs(keep, a) or mask.never_empty):
         return None
     without_bias = replace(mask, bias=None, keep=keep, fills=None, computed=Computed(None, keep.condition))
-    return replace(a, mask=replace(without_bias, by_distance=None))
+    return replace(a, mask=replace(without_bias, by_distance=None, bias_by_distance=None))
 
 
 def kept_beside_learned(a: Attention) -> Attention | None:
-    """The same with a keep-condition beside a learned bias, where the program adds a bias and a mask (T5).
+    """The same with a keep-condition beside a bias, where the program adds a bias and a mask (T5, ALiBi).
 
-    What is learned is taken to mask nothing itself. None if the bias is no such sum.
+    What is learned, and a slope times a place, is taken to mask nothing itself. None if the bias is no such sum.
     """
     mask = a.mask
     if mask.keep is not None or mask.computed is None or mask.computed.bias is None:
         return None
-    split = _split(mask.computed.bias)
-    if split is None or not _is_learned(split[0], a) or not _absorbs(split[1], a):
+    split = bias_beside_mask(mask.computed.bias)
+    if split is None or not (_is_learned(split[0], a) or _is_sloped(split[0], a)) or not _absorbs(split[1], a):
         return None
     bias, keep = split
     computed = Computed(bias, keep.condition)
@@ -50,12 +50,14 @@ def kept_beside_learned(a: Attention) -> Attention | None:
 
 
 def kept_beside_products(a: Attention) -> Attention | None:
-    """The same where scores are replaced, and what is added to the others is made of products (DeBERTa).
+    """The same where scores are replaced, and products (DeBERTa), or a slope times a place (MPT), are added to the others.
 
     These are taken to mask nothing themselves. None if something else is added, or nothing is replaced.
     """
     mask, bias = a.mask, a.mask.deep_bias
-    if mask.keep is None or bias is None or not _absorbs(mask.keep, a) or not _is_of_products(bias, a):
+    if mask.keep is None or bias is None or not _absorbs(mask.keep, a):
+        return None
+    if not (_is_of_products(bias, a) or _is_sloped(bias, a)):
         return None
     return replace(a, mask=replace(mask, bias=bias, bias_is_learned=True))
 
@@ -78,12 +80,12 @@ def _absorbs(keep: Keep, a: Attention) -> bool:
     return absorbs or keep.fill == float("-inf")
 
 
-def _split(added: Expr) -> tuple[Expr, Keep] | None:
-    """A sum of a bias and a mask, or a bias in the place of which a fill stands where a key is masked."""
+def bias_beside_mask(added: Expr) -> tuple[Expr, Keep] | None:
+    """The two parts of a sum of a bias and a mask, or of a bias in whose place a fill stands where a key is masked."""
     if not isinstance(added, Apply):
         return None
     if added.op == "cast" and added.dtype is not None and added.dtype.is_floating_point:
-        inner = _split(added.args[0])
+        inner = bias_beside_mask(added.args[0])
         if inner is None:
             return None
         fill = float(torch.tensor(inner[1].fill, dtype=torch.float64).to(added.dtype))  # float32's lowest may be -inf
@@ -128,6 +130,45 @@ def _is_moderate(e: Apply) -> bool:
         small = e.op == "div" and isinstance(e.args[1], Const) and abs(e.args[1].value) < 1 / _MODERATE
         return bool(scalars) and not small
     return e.op in ("cast", "add", "sub", "neg")
+
+
+def _is_sloped(bias: Expr, a: Attention) -> bool:
+    """Whether a bias is a number of each head times a place, a distance or a count, or a sum of such: ALiBi."""
+    if not isinstance(bias, Apply):
+        return False
+    args = bias.args
+    if bias.op in ("cast", "neg", "add", "sub"):
+        return all(_is_sloped(e, a) for e in args)
+    if bias.op not in ("mul", "div"):
+        return False
+    one, other = args
+    if isinstance(other, Const):
+        small = bias.op == "div" and abs(other.value) * _MODERATE < 1
+        return abs(other.value) <= _MODERATE and not small and _is_sloped(one, a)
+    if isinstance(one, Const):
+        return bias.op == "mul" and abs(one.value) <= _MODERATE and _is_sloped(other, a)
+    if _is_of_heads(other, a):
+        return _is_place(one, a)
+    return bias.op == "mul" and _is_of_heads(one, a) and _is_place(other, a)
+
+
+def _is_of_heads(e: Expr, a: Attention) -> bool:
+    """Whether it is a number for each head: a slope, and no mask, which has keys."""
+    used = expression_axes(e)
+    return bool(used) and used <= set(a.heads)
+
+
+def _is_place(e: Expr, a: Attention) -> bool:
+    """Whether it is a whole number, of positions and of what the program counts in integers."""
+    if isinstance(e, Const):
+        return float(e.value).is_integer() and abs(e.value) <= _MODERATE
+    if isinstance(e, Load):
+        return not a.sources[e.source].dtype.is_floating_point
+    if isinstance(e, Apply):
+        return e.op in ("cast", "add", "sub", "mul", "neg", "abs", "minimum", "maximum") and all(
+            _is_place(x, a) for x in e.args
+        )
+    return isinstance(e, IndexValue)
 
 
 def _uncast(e: Expr) -> Expr:

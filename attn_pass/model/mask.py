@@ -1,8 +1,8 @@
 """`Mask`: everything between the scores and the softmax as one value: its expressions, and what is proven about them.
 
-What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`, `computed`) holds
-for the bias and the condition beside it alone, over the same axes. So the parts come and go together: a form without a
-mask has `Mask.none()`.
+What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`, `bias_by_distance`,
+`computed`) holds for the bias and the condition beside it alone, over the same axes. So the parts come and go together: a
+form without a mask has `Mask.none()`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Mask:
     structure: Structure = EVERYTHING  # what bias and keep-condition together keep
     never_empty: bool = False  # proved: every row keeps at least one key, whose score is a number
     by_distance: ByDistance | None = None  # the same, where it depends on ``key - row`` alone
+    bias_by_distance: ByDistance | None = None  # the bias without a mask that is added to it, in the same way
     computed: Computed | None = None  # the same, where it can be computed element by element, without a tensor of it
-    bias_is_learned: bool = False  # the bias masks nothing: what is learned, and products, hold no number that does,
-    # which is assumed
+    bias_is_learned: bool = False  # the bias masks nothing: what is learned, products and slopes hold no number that
+    # does, which is assumed
 
     @staticmethod
     def none() -> Mask:
@@ -103,20 +104,24 @@ class Mask:
         def both(of: Expr | None) -> Expr | None:
             return None if of is None else by(of)
 
-        keep, distance, computed = self.keep, self.by_distance, self.computed
+        def placed(distance: ByDistance | None) -> ByDistance | None:
+            if distance is None:
+                return None
+            return replace(distance, bias=both(distance.bias), condition=both(distance.condition))
+
+        keep, computed = self.keep, self.computed
         return replace(
             self,
             bias=both(self.bias),
             keep=None if keep is None else Keep(by(keep.condition), keep.fill),
-            by_distance=None
-            if distance is None
-            else replace(distance, bias=both(distance.bias), condition=both(distance.condition)),
+            by_distance=placed(self.by_distance),
+            bias_by_distance=placed(self.bias_by_distance),
             computed=None if computed is None else Computed(both(computed.bias), both(computed.condition)),
         )
 
     def restated(self) -> Iterator[Expr]:
         """The expressions that say the mask once more: over distances, and element by element."""
-        for again in (self.by_distance, self.computed):
+        for again in (self.by_distance, self.bias_by_distance, self.computed):
             if again is not None:
                 yield from (e for e in (again.bias, again.condition) if e is not None)
 

@@ -35,6 +35,7 @@ _KNOWN = (
     "keep",
     *PER_BATCH,
     "bias",
+    "distances",
     "sink",
     "captured",
     "tables",
@@ -162,7 +163,8 @@ def _places(kwargs: Mapping[str, Any]) -> Places:
     by_position = any(kwargs.get(name) is not None for name in (*_BY_POSITION, "bias", "places"))
     if by_position or _is_of_pairs(_node(kwargs.get("keep"))):
         return "before"
-    return "any" if kwargs.get("before") is None and kwargs.get("after") in (None, 0) else "between"
+    by_distance = kwargs.get("before") is not None or kwargs.get("distances") is not None
+    return "between" if by_distance or kwargs.get("after") not in (None, 0) else "any"
 
 
 def _node(value: Any) -> Node | None:

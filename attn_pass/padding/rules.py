@@ -324,4 +324,4 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "pow": lambda rules, node, call: rules.pointwise(node),
 }
 _REDUCTIONS = frozenset({"mean", "argmax", "argmin", "amin"})
-_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "max", "all", "any", "lookup"})
+_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "max", "min", "all", "any", "lookup"})

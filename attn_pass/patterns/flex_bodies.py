@@ -127,7 +127,7 @@ def _is_elementwise(node: Node) -> bool:
         return _is_pointwise(_name(node)) and "out" not in node.kwargs
     if call.in_place:
         return False
-    if call.op == "max":
+    if call.op in ("max", "min"):
         return isinstance(call["other"], Node)
     return call.op in POINTWISE or call.op in _OF_ONE_ELEMENT or _is_pointwise(_name(node))
 

@@ -15,7 +15,7 @@ from attn_pass.reading.vocabulary import Call
 LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, nothing gets near what wraps around
 _LARGEST_STEP = 1 << 11  # of an int32: with an index of a million
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
-_CHOICES = ("where", "method_where", "masked_fill", "clamp", "max", "minimum", "maximum")
+_CHOICES = ("where", "method_where", "masked_fill", "clamp", "max", "min", "minimum", "maximum")
 _NARROW = (torch.float16, torch.bfloat16)
 WRAPPING = (torch.uint8, torch.int8, torch.int16)
 _FILL = 1e8  # a number that size is there to mask, and its last digits mean nothing

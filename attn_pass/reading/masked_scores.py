@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn_pass.model.attention import Factor
+from attn_pass.model.added_masks import bias_beside_mask
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Const, Dot, Expr, Load, apply, expression_axes, loads, with_dot
 from attn_pass.model.mask import Computed, Mask
@@ -111,22 +112,24 @@ def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
         if reason is not None:
             raise Unreadable(reason, parts.result)
     bias, keep = (None if named.bias is None else bias), (None if named.keep is None else keep)
+    beside = None if bias is None or keep is not None else bias_beside_mask(bias)
     return replace(
         named,
-        by_distance=_by_distance(arrangement, roles, named, bias, keep),
+        by_distance=None if named.structure.is_causal else _by_distance(arrangement, roles, bias, keep),
+        bias_by_distance=_by_distance(arrangement, roles, bias if beside is None else beside[0], None),
         computed=_computed(arrangement, named, bias, keep) or _lasting(arrangement, named),
     )
 
 
 def _by_distance(
-    arrangement: Arrangement, roles: Roles, named: Mask, bias: Expr | None, condition: Expr | None
+    arrangement: Arrangement, roles: Roles, bias: Expr | None, condition: Expr | None
 ) -> ByDistance | None:
-    """The mask over distances alone, where it is that and what it is made of stays what it is."""
+    """A mask over distances alone, where it is that and what it is made of stays what it is."""
     parts, reader = arrangement.parts, arrangement.parts.reader
     real = [a for a in roles.rows if a.size != 1]
-    if len(real) != 1 or parts.keys.size == 1 or named.is_none or named.structure.is_causal:
-        return None
     needed = [e for e in (bias, condition) if e is not None]
+    if len(real) != 1 or parts.keys.size == 1 or not needed:
+        return None
     if not {parts.keys, *real} <= set().union(*(expression_axes(e) for e in needed)):
         return None
     if not all(_stays(arrangement, load) for e in needed for load in loads(e)):
@@ -160,12 +163,18 @@ def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, conditio
 
 
 def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
-    """The same from what is not written before the result is computed, where the mask is made of something that is."""
+    """The same from what is not written before the result is computed, where the mask is made of something that is.
+
+    A row of a table that a rounded number decides is not looked up again: it is read where the program put it.
+    """
     reader = arrangement.parts.reader
-    with reader.lasting(reader.order[arrangement.parts.result]):
-        bias = None if named.bias is None else arrangement.deep(named.bias)
-        condition = None if named.keep is None else arrangement.deep(named.keep.condition)
-    return _computed(arrangement, named, bias, condition)
+    for lookups in (True, False):
+        with reader.lasting(reader.order[arrangement.parts.result], lookups=lookups):
+            bias = None if named.bias is None else arrangement.deep(named.bias)
+            condition = None if named.keep is None else arrangement.deep(named.keep.condition)
+        if (computed := _computed(arrangement, named, bias, condition)) is not None:
+            return computed
+    return None
 
 
 def _stays(arrangement: Arrangement, load: Load) -> bool:

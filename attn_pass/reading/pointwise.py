@@ -21,6 +21,7 @@ from attn_pass.reading.vocabulary import Call
 POINTWISE: Mapping[str, tuple[str, ...]] = {name: row.operands for name, row in OPERATIONS.items()} | {
     "rsub": ("input", "other"),
     "max": ("input", "other"),
+    "min": ("input", "other"),
     "clamp": ("input",),
     "method_where": ("condition", "input", "other"),
     "masked_fill": ("input", "mask"),
@@ -86,10 +87,12 @@ def _masked_fill(node: Node, call: Call, at: _At) -> Expr:
     return apply("where", condition, rounded(fill, node), inner)
 
 
-def _maximum(node: Node, call: Call, at: _At) -> Expr:
+def _extremum(node: Node, call: Call, at: _At) -> Expr:
+    """`torch.max` or `torch.min` of two tensors; of one they are reductions."""
+    op = {"max": "maximum", "min": "minimum"}[call.op]
     if not isinstance(call["other"], Node) or tensor_value(node) is None:
-        raise Unreadable("a maximum along a dimension", node)
-    return _larger_or_smaller(node, replace(call, op="maximum"), at)
+        raise Unreadable(f"a {op} along a dimension", node)
+    return _larger_or_smaller(node, replace(call, op=op), at)
 
 
 def _larger_or_smaller(node: Node, call: Call, at: _At) -> Expr:
@@ -134,7 +137,8 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
     "where": _where,
     "method_where": _where,
     "masked_fill": _masked_fill,
-    "max": _maximum,
+    "max": _extremum,
+    "min": _extremum,
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
     "clamp": _clamp,

@@ -63,7 +63,7 @@ def _note(reader: GraphReader, node: Node, reach: dict[Node, frozenset[Node]], r
 
 def inputs(call: Call) -> list[Node]:
     """The nodes whose elements those of the call are made of, one by one."""
-    if call.op == "max" and not isinstance(call.get("other"), Node):
+    if call.op in ("max", "min") and not isinstance(call.get("other"), Node):
         return []  # along a dimension, or of everything
     if call.op == "cat":
         values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []

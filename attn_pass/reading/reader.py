@@ -85,7 +85,7 @@ class Reader(GraphReader):
         self.caller = caller
         self._is_softmax = is_softmax
         self._used = Used()
-        self._elements: dict[tuple[Node, Position, int, int | None], Expr] = {}
+        self._elements: dict[tuple[Node, Position, int, int | None, bool], Expr] = {}
         self._forms: dict[Node, Callable[[Position], Expr] | None] = {}  # of known tensors
         self._until: int | None = None
         self._instead: dict[Node, tuple[Node, ...]] = {}
@@ -158,7 +158,7 @@ class Reader(GraphReader):
     def element(self, node: Node, position: Position, at: int, depth: int = 0) -> Expr:
         """The element of a node as far down as it can be read: constants, index arithmetic, loads of the rest."""
         mutation = self.effects.last_mutation(node, at)
-        key = (node, position, -1 if mutation is None else mutation.position, self._until)
+        key = (node, position, -1 if mutation is None else mutation.position, self._until, self.lifts_lookups)
         known = self._elements.get(key)
         if known is None:
             before = len(self._used.known)
@@ -205,17 +205,17 @@ class Reader(GraphReader):
         return self._leaf(node, position)
 
     @contextmanager
-    def lasting(self, until: int) -> Iterator[None]:
+    def lasting(self, until: int, *, lookups: bool = True) -> Iterator[None]:
         """In the block elements are lifted only as far down as what they load holds the same value until then.
 
         A position that a cache counts up behind the mask it was used for is not read once more: what was computed from
-        it is.
+        it is. Without ``lookups`` neither is a row of a table that is looked up by a computed number.
         """
-        self._until = until
+        self._until, self.lifts_lookups = until, lookups
         try:
             yield
         finally:
-            self._until = None
+            self._until, self.lifts_lookups = None, True
 
     def _all_stay(self, element: Expr, until: int) -> bool:
         return all(self.stays(load, until) for load in loads(element))

@@ -155,6 +155,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "torch.nan_to_num .nan_to_num aten.nan_to_num.default",
     ),
     ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other aten.max.default"),
+    ("min", "input, other=None, keepdim=False", "torch.min .min aten.min.dim aten.min.other aten.min.default"),
     ("clamp", "input, min=None, max=None", "torch.clamp torch.clip .clamp .clip aten.clamp.default aten.clamp.Tensor"),
     ("clamp", "input, min=None", "torch.clamp_min .clamp_min aten.clamp_min.default aten.clamp_min.Tensor"),
     ("method_where", "input, condition, other", ".where"),

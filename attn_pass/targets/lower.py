@@ -91,9 +91,13 @@ class Lowering:
 
     def expression(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """An expression as a tensor with a dimension a group, at size 1 where it does not vary."""
-        value = self._tensor(self._lower(expression, groups), [1] * len(groups))
-        is_number = fake_of(value).dim() == 0 and len(groups) > 0  # computed of numbers alone
-        return self.plan.call(aten.view.default, value, [1] * len(groups)) if is_number else value
+        return self._with_dims(self._lower(expression, groups), len(groups))
+
+    def _with_dims(self, value: Value | float | int | bool, dims: int) -> Value:
+        """The value with as many dimensions, which what is computed of numbers alone does not have."""
+        value = self._tensor(value, [1] * dims)
+        is_number = fake_of(value).dim() == 0 and dims > 0
+        return self.plan.call(aten.view.default, value, [1] * dims) if is_number else value
 
     def condition(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """The same of a condition, boolean whatever it is computed in."""
@@ -117,7 +121,9 @@ class Lowering:
             table, row = expression.args
             assert isinstance(table, Load)
             indices = [self._lower(row, groups), *(self._index(i, groups) for i in table.index[1:])]
-            return self.plan.call(aten.index.Tensor, self.nodes[table.source], [self._tensor(i) for i in indices])
+            # Beside an index without dimensions the fake result has none (seen in torch 2.11 to 2.13).
+            indices = [self._with_dims(i, len(groups)) for i in indices]
+            return self.plan.call(aten.index.Tensor, self.nodes[table.source], indices)
         args = [self._lower(a, groups) for a in expression.args]
         return self._apply(expression, args)
 

@@ -24,6 +24,7 @@ FULL = Mask(
     structure=Structure(KEY, ROW, (Band(None, 0), Opaque("padding"))),
     never_empty=True,
     by_distance=ByDistance(DISTANCE, I, Load(2, (axis_index(DISTANCE),)), Load(3, (axis_index(DISTANCE),))),
+    bias_by_distance=ByDistance(DISTANCE, I, Load(6, (axis_index(DISTANCE),)), None),
     computed=Computed(Load(4, (KEY,)), Load(5, (KEY,))),
 )
 
@@ -76,8 +77,8 @@ def test_by_distance_is_named_if_the_structure_is_not_all() -> None:
 
 def test_rewriting_leaves_no_expression_behind() -> None:
     every = list(expressions(FULL))
-    assert len(every) == 6 and {x.source for e in every for x in loads(e)} == {0, 1, 2, 3, 4, 5}
+    assert len(every) == 7 and {x.source for e in every for x in loads(e)} == {0, 1, 2, 3, 4, 5, 6}
     moved = FULL.rewritten(lambda e: Load(9, ()))
-    assert set(expressions(moved)) == {Load(9, ())} and len(list(expressions(moved))) == 6
+    assert set(expressions(moved)) == {Load(9, ())} and len(list(expressions(moved))) == 7
     assert (moved.fills, moved.structure, moved.never_empty) == (FULL.fills, FULL.structure, FULL.never_empty)
     assert Mask.none().rewritten(lambda e: rewrite_indices(e, {J: 0})) == Mask.none()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ import attn_pass
 
 Bias = Callable[..., torch.Tensor]
 L, S = 150, 170
+TARGETS = ("sdpa", "cpu_kernel")
 SLOPES = torch.tensor([0.05, 0.02])
 
 
@@ -26,6 +28,17 @@ def buckets(i: torch.Tensor, j: torch.Tensor, table: torch.Tensor) -> torch.Tens
     return F.embedding(bucket, table).permute(2, 0, 1)[None]
 
 
+def as_in_transformers(i: torch.Tensor, j: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The smaller of two tensors by ``torch.min``, and the logarithm of a distance of 0, which is not taken."""
+    distance = j - i
+    bucket = (distance > 0).to(torch.long) * 16
+    distance = torch.abs(distance)
+    large = 8 + (torch.log(distance.float() / 8) / math.log(16) * 8).to(torch.long)
+    large = torch.min(large, torch.full_like(large, 15))
+    bucket += torch.where(distance < 8, distance, large)
+    return F.embedding(bucket, table).permute([2, 0, 1]).unsqueeze(0)
+
+
 def masked(keep: torch.Tensor) -> torch.Tensor:
     return torch.zeros(keep.shape).masked_fill(~keep, NEG_INF)
 
@@ -35,11 +48,14 @@ FORMS: dict[str, Bias] = {
     "slopes, causal": lambda i, j, t: SLOPES[:, None, None] * (j - i) + masked(j - i <= 20),
     "slopes of float positions": lambda i, j, t: -SLOPES[:, None, None] * (j.float() - i.float()).abs(),
     "buckets": buckets,
+    "buckets, as transformers": as_in_transformers,
     "decay": lambda i, j, t: torch.exp(-(i - j).abs().float()),
     "dilated": lambda i, j, t: masked((i - j) % 3 == 0),
     "a table of distances": lambda i, j, t: t.T[:, j - i + L - 1],
     "a table of distances, one further": lambda i, j, t: t.T[:, j - i + L],
 }
+CHEAP = ("decay", "dilated")  # matrices
+WRITTEN = ("buckets, as transformers",)  # in place, which stays in an exported program
 OTHERS: dict[str, Bias] = {
     "of the place": lambda i, j, t: SLOPES[:, None, None] * (j - 2 * i),
     "of the place in the mask": lambda i, j, t: SLOPES[:, None, None] * (j - i) + masked(j <= i // 2 + 20),
@@ -64,10 +80,11 @@ def inputs(dtype: torch.dtype = torch.float32, **shape: int) -> tuple[torch.Tens
     return (*qkv(**{"q_len": L, "kv_len": S, **shape}, dtype=dtype), randn(330, 2, dtype=dtype))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMS)
-def test_of_the_distance(name: str, dtype: torch.dtype) -> None:
-    report = same(attention(FORMS[name]), *inputs(dtype), rewritten=1, choose="fused", targets=("sdpa",))
+def test_of_the_distance(name: str, dtype: torch.dtype, target: str) -> None:
+    report = same(attention(FORMS[name]), *inputs(dtype), rewritten=1, choose="fused", targets=(target,))
     assert report.sites[0].mask.endswith("by distance")
 
 
@@ -79,19 +96,31 @@ def test_of_something_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["slopes, causal", "buckets", "dilated"])
 @pytest.mark.parametrize("shape", [{"q_len": 1}, {"kv_len": 1}, {"q_len": 170, "kv_heads": 1}, {"value_dim": 8}])
-def test_shapes(name: str, shape: dict[str, int]) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_shapes(name: str, shape: dict[str, int], target: str) -> None:
     def run(q, k, v, table):  # type: ignore[no-untyped-def]
         k, v = (t.expand(-1, 2, -1, -1) for t in (k, v))
         return attention(FORMS[name])(q, k, v, table)
 
-    same(run, *inputs(**shape), rewritten=1, choose="fused", targets=("sdpa",), reference=False)
+    same(run, *inputs(**shape), rewritten=1, choose="fused", targets=(target,), reference=False)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("table_heads", [1, 2])
+def test_a_table_of_one_head(table_heads: int, target: str) -> None:
+    """Its column is a number, and not an index that varies."""
+    table = randn(330, table_heads)
+    report = same(attention(buckets), *qkv(2, 2, L, S), table, rewritten=1, choose="fused", targets=(target,))
+    assert report.sites[0].mask.endswith("by distance")
 
 
 @pytest.mark.parametrize("name", ["slopes", "buckets", "decay", "dilated"])
-def test_gradients(name: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_gradients(name: str, target: str) -> None:
     q, k, v, table = inputs()
     grads = (x.requires_grad_() for x in (q, k, v))
-    same(attention(FORMS[name]), *grads, table, rewritten=1, grad=True, choose="fused", reference=False)
+    given = {"rewritten": 1, "grad": True, "choose": "fused", "reference": False, "targets": (target,)}
+    same(attention(FORMS[name]), *grads, table, **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["dilated", "decay"])
@@ -128,10 +157,10 @@ def test_a_table_that_wants_a_gradient_gets_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["slopes, causal", "buckets", "dilated"])
-def test_dynamic_lengths(name: str) -> None:
-    same(
-        attention(FORMS[name]), *inputs(), rewritten=1, dynamic=True, choose="fused", targets=("sdpa",), reference=False
-    )
+@pytest.mark.parametrize("target", TARGETS)
+def test_dynamic_lengths(name: str, target: str) -> None:
+    given = {"rewritten": 1, "dynamic": True, "choose": "fused", "targets": (target,), "reference": False}
+    same(attention(FORMS[name]), *inputs(), **given)  # type: ignore[arg-type]
 
 
 def test_a_table_written_afterwards_is_not_read_again() -> None:
@@ -146,7 +175,7 @@ def test_a_table_written_afterwards_is_not_read_again() -> None:
     assert not report.sites[0].mask.endswith("by distance")
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if n not in ("decay", "dilated")])  # cheap matrices
+@pytest.mark.parametrize("name", [n for n in FORMS if n not in CHEAP + WRITTEN])
 def test_no_matrix_is_left_in_the_program(name: str) -> None:
     class Model(torch.nn.Module):
         def forward(self, q, k, v, table):  # type: ignore[no-untyped-def]

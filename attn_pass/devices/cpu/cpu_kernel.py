@@ -13,8 +13,9 @@ tensor; a function of the scores is the expression that was read, as C++. Sums a
 
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
 ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an
-additive tensor, with as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a
-boolean, and the bias stays as small as it is. Grouped heads share the keys that are packed for them.
+additive tensor, with as many dimensions as the mask varies over. A mask beside a bias that masks nothing itself (T5,
+ALiBi) is a boolean or bounds, and the bias stays as small as it is; one that depends on ``key - row`` alone is a vector of
+distances. Grouped heads share the keys that are packed for them.
 
 A masked key has no influence, whatever it holds, and a fully masked row gives what the program gives: the mean of the
 values if the fill is a number, zero or NaN if it is -inf. Soft caps and other functions of the scores are compiled into
@@ -36,7 +37,6 @@ it; in a program that is exported to run elsewhere it makes none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
@@ -44,16 +44,15 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from attn_pass.devices.cpu import cost, masked_out, training
+from attn_pass.devices.cpu import added, cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
-from attn_pass.devices.cpu.looked_up import looked_up
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.graph.truth import through_bytes
-from attn_pass.graph.values import memory_order
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention, Blocks
+from attn_pass.model.distance import ByDistance
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import TRUE, Apply, Expr
 from attn_pass.model.index import Axis, product
@@ -75,7 +74,7 @@ from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, o
 from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys
+from attn_pass.targets.masks import ALL_KEYS_COUNT, hides_keys
 from attn_pass.targets.operands import dense_last
 from attn_pass.targets.problem import problem_of
 
@@ -93,6 +92,7 @@ class CpuPlan:
     fully_masked: str
     with_logarithm: bool
     inspects: bool = False  # it is told which keys an added mask rules out, which is found at run time
+    distances: ByDistance | None = None  # what is added, where the kernel gets it as a vector
     fill: float | None = None  # what a score becomes that is not kept, where that counts
 
 
@@ -127,6 +127,7 @@ class CpuKernel:
             with_logarithm=setting.wants_logarithm and gives_logarithm,
             inspects=masked_out.is_inspected(attention, setting),
             fill=fill,
+            distances=added.distances_of(attention),
         )
         return Offer(
             self.name,
@@ -160,7 +161,7 @@ class CpuKernel:
         if decided.bounds.rest != TRUE:
             optional["keep"] = _keep_tensor(lower, decided.bounds.rest)
         if a.mask.bias is not None:
-            optional |= _added(lower, setting)
+            optional |= added.arguments(lower, decided.distances, setting)
         if decided.fill is not None:
             optional["fill"] = decided.fill
         if a.dropout:
@@ -239,42 +240,6 @@ def _keep_tensor(lower: Lowering, condition: Expr) -> Value:
         return through_bytes(lower.plan.call, keeps)
 
 
-def _added(lower: Lowering, setting: Setting) -> dict[str, object]:
-    """What is added to the scores: looked up where it can be, else a matrix."""
-    a = lower.attention
-    alone = a.mask.bias_is_learned or training.gives_apart(a)
-    looks_up = (alone or a.mask.keep is None) and not (a.needs_grad or a.dropout)
-    known = looked_up(lower) if looks_up else None
-    return {"bias": _bias(lower, setting, alone=alone)} if known is None else known
-
-
-def _bias(lower: Lowering, setting: Setting, *, alone: bool) -> Value:
-    """The matrix, with keys next to each other in memory; once for all sites that add it."""
-    a = lower.attention
-    source = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None))) if alone else lower
-    with nullcontext() if a.needs_grad else lower.plan.sharing():
-        bias = additive_mask(source, replace(setting, autocast=None))  # which does not touch the kernel
-        return _with_dense_keys(lower.plan, bias, computed_first=setting.runner != "other" and not a.needs_grad)
-
-
-def _with_dense_keys(plan: Plan, bias: Value, *, computed_first: bool) -> Value:
-    """The bias, or a copy where its keys lie apart, as in T5's (L, S, H): the kernel reads vectors of keys.
-
-    Inductor would compute the copy in one loop with its source, and T5's buckets again for each head, which takes three
-    times as long as the source in its own order and a copy of it (seen in torch 2.13.0).
-    """
-    dense, fake = dense_last(plan, bias), fake_of(bias)
-    if dense is bias or not computed_first or memory_order(fake, plan.sizes) is None:
-        return dense
-    from torch._inductor.inductor_prims import force_stride_order  # as it is: the source becomes a buffer
-
-    try:
-        strides = [plan.size(plan.sizes.index(s)) for s in fake.stride()]
-    except ValueError:
-        return dense
-    return dense_last(plan, plan.call(force_stride_order, bias, strides))
-
-
 def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
     value = lower.expression(expression, groups)
     return value if fake_of(value).dtype == torch.float32 else lower.plan.call(aten.to.dtype, value, torch.float32)
@@ -322,7 +287,8 @@ def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     promised = (NONEMPTY_ROWS,) if training.relies_on_nonempty_rows(a, setting) else ()
     if a.mask.bias_is_learned:
         return (*promised, LEARNED_BIAS)
-    return (*promised, FINITE_KEYS) if a.mask.bias is not None and hides_keys(a, setting) else promised
+    adds_mask = a.mask.bias is not None and not added.is_alone(a)
+    return (*promised, FINITE_KEYS) if adds_mask and hides_keys(a, setting) else promised
 
 
 def _fully_masked(a: Attention, fill: float | None) -> str:
@@ -351,8 +317,10 @@ def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
     problem = problem_of(a, setting.hint)
     if a.mask.bias is None:
         problem = replace(problem, mask_bytes=1, mask_elements=0 if bounds.rest == TRUE else problem.mask_elements)
+    elif decided.distances is not None:
+        problem = replace(problem, mask_elements=setting.hint(decided.distances.axis.size))
     # Where fully masked rows average all keys beside a bias or with dropout nothing is skipped.
-    skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty or a.mask.bias_is_learned)
+    skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty or added.is_alone(a))
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= VALID_SHARE if bounds.at_run_time else 1.0
     if skips and setting.blocks is not None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from attn_pass.devices.cpu.added import gives_apart
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, may_be_infinite
 from attn_pass.targets.base import Setting
@@ -76,14 +77,6 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
 )
 """What is asked of one with gradients or dropout, in order."""
-
-
-def gives_apart(a: Attention) -> bool:
-    """Whether bias and keep-condition are given to the kernel each for itself, and not as one matrix.
-
-    The gradient of a score that is replaced goes nowhere, and the bias stays as small as it is.
-    """
-    return (a.needs_grad or a.dropout > 0) and a.mask.bias is not None and a.mask.keep is not None
 
 
 def fill_that_counts(a: Attention, setting: Setting) -> float | None:

@@ -155,8 +155,8 @@ def test_a_table_with_heads_last_is_turned_once_for_all_layers(runner: Runner) -
     """
 
     def layers(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
-        bias = F.embedding(distance.clamp(-8, 8) + 8, table).permute(2, 0, 1)[None]
+        place = 2 * torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])  # no distance, which is a vector
+        bias = F.embedding(place.clamp(-8, 8) + 8, table).permute(2, 0, 1)[None]
         for _ in range(2):
             q = (q @ k.mT + bias).softmax(-1) @ v
         return q

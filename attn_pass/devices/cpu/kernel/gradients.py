@@ -199,6 +199,8 @@ def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor
     wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
     if by_name["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
         raise NotImplementedError("beside packed rows a bias, and what a score function reads, have no gradient")
+    if needs.get("distances"):
+        raise NotImplementedError("distances have no gradient: give what is added as a bias")
     if lse_grad is not None and by_name["sink"] is not None:
         raise NotImplementedError("beside a sink, which it does not count, the log-sum-exp has no gradient")
     if grad is None:

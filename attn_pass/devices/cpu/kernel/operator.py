@@ -37,8 +37,8 @@ OPERANDS = "Tensor query, Tensor key, Tensor value, float scale"
 GIVEN = (
     "SymInt? before=None, SymInt? after=None, SymInt? start=None, SymInt? end=None, SymInt? prefix=None, "
     "SymInt? chunk=None, SymInt? chunk_rows=None, SymInt? chunk_keys=None, Tensor? shift=None, "
-    "Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, "
-    "Tensor[]? captured=None, str score='', str fully_masked='nan'"
+    "Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, Tensor? bias=None, Tensor? distances=None, "
+    "Tensor? sink=None, Tensor[]? captured=None, str score='', str fully_masked='nan'"
 )
 """What the schemas of all the kernel's operators have in common."""
 _LOOKED_UP = "Tensor[]? tables=None, Tensor[]? places=None, Tensor[]? factors=None"
@@ -113,6 +113,16 @@ def _shape_of(tensor: Tensor | None, scores: Sequence[int], offsets: Tensor | No
     return scores if tensor is None or offsets is None else tensor.shape
 
 
+def _over_distances(distances: Tensor, batch: int, heads: int, kv_len: int, *, packed: bool) -> Operand:
+    """The matrix that the kernel adds: every row begins one element before the row above it."""
+    size, step = distances.size(-1), distances.stride(-1)
+    seen = distances if packed else distances.expand(batch, heads, 1, size)
+    of_batch, of_heads, *_ = _strides(seen)
+    first = (size - 1) // 2 if packed else size - kv_len  # of row 0 and key 0; packed rows are as many as their keys
+    start = distances.data_ptr() + first * step * distances.element_size()
+    return Operand(start, (ctypes.c_int64 * 4)(of_batch, of_heads, -step, step))
+
+
 def _lookups(
     scores: Sequence[int], tables: Sequence[Tensor], places: Sequence[Tensor], factors: Sequence[Tensor], packed: bool
 ) -> Any:
@@ -155,6 +165,7 @@ def arguments(
     *,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
+    distances: Tensor | None = None,
     sink: Tensor | None = None,
     captured: Sequence[Tensor] | None = None,
     score: str = "",
@@ -173,12 +184,16 @@ def arguments(
     scores = (batch, heads, q_len, kv_len)
     offsets = bounds.get("offsets")
     per_batch = batch if offsets is None else offsets.numel() - 1
+    added = operand(bias, _shape_of(bias, scores, offsets))
+    if distances is not None:
+        added = _over_distances(distances, batch, heads, kv_len, packed=offsets is not None)
+    bias = distances if bias is None else bias
     return Args(
         q=operand(query, query.shape),
         k=operand(key, key.shape),
         v=operand(value, value.shape),
         keep=operand(keep, _shape_of(keep, scores, offsets)),
-        bias=operand(bias, _shape_of(bias, scores, offsets)),
+        bias=added,
         sink=operand(sink, (*scores[:3], 1)),
         captured=(Operand * MOST_CAPTURED)(*(operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
         lookups=_lookups(scores, tables or (), places or (), factors or (), packed=offsets is not None),
@@ -253,6 +268,9 @@ def attention(
             that a segment has. With gradients ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
+        distances: the same where it depends on ``key - row`` alone, instead of ``bias``: (B or 1, H or 1, 1, L + S - 1), of
+            which element ``key - row + L - 1`` is added. Beside packed rows an odd number of elements, the middle one for
+            a row's own key. It has no gradient.
         tables: up to four tensors in float32 or half precision, broadcastable to (B, H, L, S, M): for each row and key
             one of the M numbers is added to the score. In inference alone. Numbers of a table mask nothing.
         places: for each table which number, from 0 to M - 1: int32, broadcastable to (B, H, L, S).
@@ -323,6 +341,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
     accepted: dict[str, tuple[torch.dtype, ...]] = {
         "keep": (torch.bool,),
         "bias": tuple(ELEMENTS),
+        "distances": tuple(ELEMENTS),
         "sink": (torch.float32,),
         "captured": (torch.float32,),
         "tables": tuple(ELEMENTS),
@@ -336,6 +355,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
             if x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
     _check_sizes(query, key, value)
+    _check_distances(query.shape[2], key.shape[2], optional)
     _check_lookups(*(optional.get(name) or () for name in ("tables", "places", "factors")))
     if any(int(n) >= len(optional.get("captured") or ()) for n in captured_in(optional.get("score") or "")):
         raise ValueError("the score function reads a captured tensor that is not given")
@@ -347,6 +367,21 @@ def check(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]
         raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {optional.get('seed')}")
     if dropout and optional.get("fully_masked") == "mean":
         raise ValueError("with dropout a fully masked row is 'nan' or 'zero'; for the mean of what is left give a fill")
+
+
+def _check_distances(q_len: Any, kv_len: Any, optional: Mapping[str, Any]) -> None:
+    distances = optional.get("distances")
+    if distances is None:
+        return
+    if optional.get("bias") is not None:
+        raise ValueError("what is added is a matrix or one vector of distances, and not both")
+    if distances.dim() != 4 or distances.shape[2] != 1:
+        raise ValueError(f"distances are (B, H, 1, L + S - 1); got {tuple(distances.shape)}")
+    if not all(isinstance(n, int) for n in (q_len, kv_len, distances.shape[3])):
+        return
+    fits = distances.shape[3] % 2 if optional.get("offsets") is not None else distances.shape[3] == q_len + kv_len - 1
+    if not fits:
+        raise ValueError(f"distances of {q_len} rows and {kv_len} keys are not {distances.shape[3]}")
 
 
 def _check_lookups(tables: Sequence[Tensor], places: Sequence[Tensor], factors: Sequence[Tensor]) -> None:

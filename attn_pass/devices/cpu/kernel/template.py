@@ -22,6 +22,7 @@ from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.lowering import empty_strided, register_lowering
 from torch._inductor.utils import Placeholder
 from torch._inductor.virtualized import V
+from torch.utils._sympy.functions import FloorDiv
 
 from attn_pass.compat import guessed_sizes
 from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
@@ -153,6 +154,7 @@ class Filled:
                 shape = operands[name].get_size() if has_own_shape else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")
+        lines += self._over_distances(args, k[2], packed=packed)
         lines += self._lookups(args, scores, packed=packed)
         for name in BOUNDS:
             if name in operands:
@@ -165,6 +167,16 @@ class Filled:
         if "seed" in operands:
             lines.append(f"{args}.seed = {self.pointer('seed')};")
         return lines
+
+    def _over_distances(self, args: str, kv_len: Any, *, packed: bool) -> Iterator[str]:
+        if "distances" not in self.template.operands:
+            return
+        node = self.template.operands["distances"]
+        size = node.get_size()
+        of_batch, of_heads, _, step = strides_in(node, size)
+        strides = ", ".join(map(self.number, (of_batch, of_heads, -step, step)))
+        first = FloorDiv(size[3] - 1, 2) if packed else size[3] - kv_len
+        yield f"{args}.bias = {{{self.pointer('distances', first * step)}, {{{strides}}}}};"
 
     def _lookups(self, args: str, scores: Sequence[Any], *, packed: bool) -> Iterator[str]:
         operands = self.template.operands
@@ -195,12 +207,12 @@ class Filled:
         """A size as C++."""
         return str(cexpr_index(self.kernel.rename_indexing(sympy.sympify(expression))))
 
-    def pointer(self, name: str) -> str:
-        """Where an operand begins."""
+    def pointer(self, name: str, element: Any = 0) -> str:
+        """Where an operand begins, or an element of it is."""
         node = self.template.operands[name]
         size = node.get_dtype().itemsize
         start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
-        at = f"{start} + {size} * ({self.number(node.get_layout().offset)})"
+        at = f"{start} + {size} * ({self.number(node.get_layout().offset + element)})"
         return f"reinterpret_cast<const int64_t*>({at})" if name in (*BOUNDS, "seed") else at
 
 
@@ -301,7 +313,7 @@ def operands_of(q: Any, k: Any, v: Any, optional: dict[str, Any]) -> dict[str, A
         "q": q,
         "k": k,
         "v": v,
-        **{n: optional.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if optional.get(n) is not None},
+        **{n: optional.get(n) for n in (*_OPERANDS[3:6], "distances", *BOUNDS) if optional.get(n) is not None},
     }
     if optional.get("seed") is not None and optional["dropout"]:
         there["seed"] = optional["seed"]
@@ -312,9 +324,10 @@ def operands_of(q: Any, k: Any, v: Any, optional: dict[str, Any]) -> dict[str, A
 
 def numbers_of(operands: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a call, by the names they have in ``Args``."""
+    added = operands.get("bias", operands.get("distances"))
     return {
         **{name: otherwise if optional.get(name) is None else optional[name] for name, otherwise in NUMBERS.items()},
-        "bias_type": list(ELEMENTS).index(operands["bias"].get_dtype()) if "bias" in operands else 0,
+        "bias_type": list(ELEMENTS).index(added.get_dtype()) if added is not None else 0,
         "fully_masked": FULLY_MASKED.index(optional.get("fully_masked", "nan")),
         "threads": 0,
         "has_score": int(bool(optional.get("score"))),

@@ -1,0 +1,243 @@
+"""``distances``: what the kernel adds by ``key - row`` is one vector; and biases that stay small beside a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import NEG_INF, qkv, randn, same
+from test_cpu_attention import DTYPES
+from test_cpu_kernel import kernel_calls, on_kernel
+from torch import Tensor
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.devices.cpu.kernel.gradients import FORWARD
+from attn_pass.devices.cpu.kernel.operator import OPERATOR
+from attn_pass.graph.values import tensor_value
+from attn_pass.targets.base import LEARNED_BIAS
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+LOWEST = torch.finfo(torch.float32).min
+
+
+# ---------------------------------------------------------------- the operator
+
+
+def as_matrix(distances: Tensor, rows: int, keys: int) -> Tensor:
+    """(B, H, L, S) of (B, H, 1, L + S - 1)."""
+    at = torch.arange(keys) - torch.arange(rows)[:, None] + rows - 1
+    return distances[:, :, 0][:, :, at]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(1, 1), (1, 70), (3, 200), (16, 33), (37, 101), (130, 70), (200, 200), (70, 1)]
+)
+def test_it_is_the_matrix(rows: int, keys: int, dtype: torch.dtype) -> None:
+    """To the last bit: the same numbers are added."""
+    for number, (batch, heads, of) in enumerate(((1, 1, torch.float32), (2, 4, dtype), (2, 1, dtype), (1, 4, dtype))):
+        q, k, v = qkv(2, 4, rows, keys, 24, kv_heads=2, dtype=dtype)
+        distances = randn(batch, heads, 1, rows + keys - 1, seed=number).to(of)
+        distances[..., ::7] = NEG_INF
+        bounds: dict[str, Any] = {"after": keys - rows} if number % 2 else {}
+        out = OPERATOR(q, k, v, 0.3, distances=distances, **bounds)
+        expected = OPERATOR(q, k, v, 0.3, bias=as_matrix(distances, rows, keys), **bounds)
+        assert torch.equal(torch.nan_to_num(out), torch.nan_to_num(expected))
+
+
+def test_with_steps_in_memory_and_a_score_function() -> None:
+    q, k, v = qkv(2, 4, 37, 101)
+    distances = randn(137, 4, 2).permute(2, 1, 0)[:, :, None]
+    assert distances.stride(-1) != 1
+    score = {"score": "mul(number(3.0f), tanh(x))"}
+    out = OPERATOR(q, k, v, 0.3, distances=distances, **score)
+    torch.testing.assert_close(out, OPERATOR(q, k, v, 0.3, bias=as_matrix(distances, 37, 101), **score))
+
+
+def test_segments_of_packed_rows_have_the_middle_in_common() -> None:
+    offsets = torch.tensor([0, 9, 39, 41])
+    q, k, v = qkv(1, 4, 41, 41)
+    distances = randn(1, 4, 1, 2 * 32 - 1)
+    out = OPERATOR(q, k, v, 0.3, offsets=offsets, distances=distances)
+    matrix = as_matrix(distances, 32, 32)
+    torch.testing.assert_close(out, OPERATOR(q, k, v, 0.3, offsets=offsets, bias=matrix))
+
+
+def test_gradients_are_those_beside_the_matrix() -> None:
+    results = []
+    distances = randn(1, 4, 1, 50 + 70 - 1)
+    for name, added in (("distances", distances), ("bias", as_matrix(distances, 50, 70))):
+        operands = qkv(2, 4, 50, 70, grad=True)
+        FORWARD(*operands, 0.3, **{name: added})[0].sum().backward()
+        results.append([x.grad for x in operands])
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+
+
+def test_they_have_no_gradient() -> None:
+    out = FORWARD(*qkv(2, 4, 5, 7), 0.3, distances=randn(1, 4, 1, 11, grad=True))[0]
+    with pytest.raises(NotImplementedError, match="distances have no gradient"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"distances": (1, 4, 1, 11), "bias": (1, 4, 5, 7)}, "and not both"),
+        ({"distances": (1, 4, 5, 11)}, "distances are"),
+        ({"distances": (4, 1, 11)}, "distances are"),
+        ({"distances": (1, 4, 1, 12)}, "distances of 5 rows and 7 keys are not 12"),
+    ],
+)
+def test_what_is_no_vector_of_distances(given: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OPERATOR(*qkv(2, 4, 5, 7), 0.3, **{name: randn(*shape) for name, shape in given.items()})
+
+
+def test_packed_rows_take_an_odd_number() -> None:
+    with pytest.raises(ValueError, match="are not 8"):
+        OPERATOR(*qkv(1, 4, 5, 5), 0.3, offsets=torch.tensor([0, 5]), distances=randn(1, 4, 1, 8))
+
+
+def test_the_operator_is_well_formed() -> None:
+    torch.library.opcheck(OPERATOR, (*qkv(2, 4, 5, 7), 0.3), {"distances": randn(1, 4, 1, 11)})
+
+
+# ---------------------------------------------------------------- what programs give it
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+Added = Callable[[Tensor, Tensor, Tensor], Tensor]  # of rows, keys and the padding (B, 1, 1, S), true where kept
+
+
+def slopes(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return SLOPES[:, None, None] * (j - i)
+
+
+def absolute(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return -SLOPES[:, None, None] * (i - j).abs().float() / 2
+
+
+def of_keys(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    """BLOOM's: every valid key has a number."""
+    count = (pad.long().cumsum(-1) - 1) * pad
+    return SLOPES[:, None, None] * count
+
+
+def filled(added: Added, fill: float, causal: bool = True) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+        keep = pad & (j <= i) if causal else pad
+        number = fill if fill == NEG_INF else torch.finfo(q.dtype).min
+        return (q @ k.mT * 0.3 + added(i, j, pad).to(q.dtype)).masked_fill(~keep, number).softmax(-1) @ v
+
+    return run
+
+
+def summed(added: Added, fill: float) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+        mask = torch.where(pad & (j <= i), 0.0, fill).to(q.dtype)
+        return (q @ k.mT * 0.3 + added(i, j, pad).to(q.dtype) + mask).softmax(-1) @ v
+
+    return run
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """With a sequence that is padded on the left: its first rows keep no key."""
+    pad = torch.ones(3, 1, 1, 40, dtype=torch.bool)
+    pad[1, ..., :13] = False
+    pad[2, ..., 30:] = False
+    return [*qkv(3, 4, 40, 40, dtype=dtype), pad]
+
+
+def shapes(fn: Callable[..., Tensor], *operands: Tensor) -> dict[str, Any]:
+    (call,) = kernel_calls(fn, *operands)
+    values = {name: tensor_value(value) for name, value in call.kwargs.items()}
+    return {name: tuple(x.shape) if x is not None else call.kwargs[name] for name, x in values.items()}
+
+
+@pytest.mark.parametrize("fill", [NEG_INF, LOWEST])
+@pytest.mark.parametrize("how", [filled, summed])
+@pytest.mark.parametrize(
+    ("added", "name", "shape"),
+    [
+        (slopes, "distances", (1, 4, 1, 79)),
+        (absolute, "distances", (1, 4, 1, 79)),
+        (of_keys, "bias", (3, 4, 1, 40)),
+    ],
+)
+def test_a_slope_beside_a_mask_stays_small(
+    added: Added, name: str, shape: tuple[int, ...], how: Callable[..., Any], fill: float
+) -> None:
+    program = how(added, fill)
+    given = shapes(program, *inputs())
+    assert given[name] == shape and given["keep"] == (3, 1, 1, 40) and given["after"] == 0
+    for dtype in (torch.float32, torch.bfloat16):
+        report = on_kernel(program, *inputs(dtype), reference=dtype == torch.float32)
+        assumes = LEARNED_BIAS in report.sites[0].assumptions
+        assert assumes or (fill == NEG_INF and how is filled)
+
+
+def by_products(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return SLOPES[:, None, None] * i * (pad * -1e30)
+
+
+def of_floats(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    """A mask of another kind: what says so is no whole number, but a number of each key."""
+    return SLOPES[:, None, None] * torch.where(pad, 0.0, -1e30).sin()
+
+
+def a_mask(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return ((j - i).abs() > 4) * -1e30
+
+
+def exponential(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return -torch.exp(SLOPES[:, None, None] * 50 * (i - j).abs())
+
+
+@pytest.mark.parametrize("added", [by_products, of_floats, a_mask, exponential])
+def test_what_may_mask_by_itself_is_one_matrix_with_a_number_that_masks(added: Added) -> None:
+    """A row that a finite number masks fully is the mean of those masked the least."""
+    program = filled(added, LOWEST)
+    assert "distances" not in shapes(program, *inputs()) and shapes(program, *inputs())["bias"][-2:] == (40, 40)
+    report = on_kernel(program, *inputs(), reference=False)
+    assert LEARNED_BIAS not in report.sites[0].assumptions
+
+
+@pytest.mark.parametrize("added", [by_products, a_mask, exponential])
+def test_beside_minus_infinity_nothing_is_assumed(added: Added) -> None:
+    program = filled(added, NEG_INF)
+    assert shapes(program, *inputs())["keep"] == (3, 1, 1, 40)
+    report = on_kernel(program, *inputs(), reference=False)
+    assert report.sites[0].assumptions == ()
+
+
+def test_strict_numerics_assume_nothing() -> None:
+    report = same(
+        summed(slopes, LOWEST), *inputs(), rewritten=None, targets=("cpu_kernel",), numerics="strict", reference=False
+    )
+    assert all(LEARNED_BIAS not in site.assumptions for site in report.sites)
+
+
+def test_a_slope_that_is_trained_has_its_gradient() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, slope: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+        return (q @ k.mT * 0.3 + slope[:, None, None] * (j - i)).softmax(-1) @ v
+
+    trained = randn(4, grad=True)
+    same(run, *qkv(2, 4, 40, 50, grad=True), trained, rewritten=1, grad=True, targets=("cpu_kernel",), reference=False)
+
+
+@pytest.mark.slow
+def test_compiled_for_any_length() -> None:
+    program = filled(slopes, NEG_INF)
+    compiled = torch.compile(program, backend=attn_pass.backend, fullgraph=True, dynamic=True)
+    with torch.no_grad(), attn_pass.record() as report:
+        for length in (40, 64, 7):
+            operands = [*qkv(3, 4, length, length), torch.rand(3, 1, 1, length) < 0.8]
+            operands[-1][..., 0] = True
+            torch.testing.assert_close(compiled(*operands), program(*operands), atol=1e-5, rtol=1e-5)
+    assert {site.target for site in report.sites} == {"cpu_kernel"}
