@@ -40,6 +40,7 @@ class CoreTimes:
 
     task_us: tuple[float, float] = (0.0, 0.0)  # around the work of one task of the fused kernel
     contended_us: tuple[float, float] = (0.0, 0.0)  # more around a task as soon as two threads run
+    row_ns: tuple[float, float] = (0.0, 0.0)  # one row of many in the fused kernel, whatever its keys
     score_ns: tuple[float, float] = (0.0, 0.0)  # one score between products, beside its exponential and its traffic
     half_mask_ns: float = 0.0  # more a score with a mask in half precision, which is widened element by element
     few_rows_rate: Mapping[torch.dtype, float] = field(default_factory=dict)  # what is left of the rate with few rows

@@ -87,6 +87,8 @@ def fused(device: Device, problem: Problem) -> float:
     is_half, working = problem.dtype.itemsize == 2, min(tasks, device.cores)
     each = device.core_times.task_us[is_half] + (device.core_times.contended_us[is_half] if working > 1 else 0.0)
     starting = tasks * each / working
+    if problem.q_len >= 32:
+        starting += problem.batch * problem.heads * problem.q_len * device.core_times.row_ns[is_half] / working / 1e3
     return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
 
 
