@@ -66,7 +66,7 @@ OTHERS = (
     ("never-slower-tuned.md", "every fifth shape with `tune=True`, before the CPU kernel"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for any number, before the CPU kernel"),
     ("kernel-cpu-zen4.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
-    ("kernel-cpu-zen4-edges.md", "windows and documents, since scores are computed in steps of 16 keys"),
+    ("kernel-cpu-zen4-edges.md", "cases of that run that other work on the machine disturbed, measured again"),
     ("kernel-cpu.md", "the same on an Intel processor without AMX"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
     ("gpu-nvidia-h200.md", "the first stage of a run on an H200: correctness, rules, cuDNN's answers, bare kernels"),
