@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import FALSE, Apply, Const, Expr, IndexValue, Load, apply, expression_axes, walk
+from attn_pass.model.index import terms_of
 from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
 
@@ -50,7 +53,7 @@ def kept_beside_learned(a: Attention) -> Attention | None:
 
 
 def kept_beside_products(a: Attention) -> Attention | None:
-    """The same where scores are replaced, and products (DeBERTa), or a slope times a place (MPT), are added to the others.
+    """The same where scores are replaced and products (DeBERTa), or a slope times a place (MPT), are added to others.
 
     These are taken to mask nothing themselves. None if something else is added, or nothing is replaced.
     """
@@ -134,41 +137,65 @@ def _is_moderate(e: Apply) -> bool:
 
 def _is_sloped(bias: Expr, a: Attention) -> bool:
     """Whether a bias is a number of each head times a place, a distance or a count, or a sum of such: ALiBi."""
-    if not isinstance(bias, Apply):
-        return False
-    args = bias.args
-    if bias.op in ("cast", "neg", "add", "sub"):
-        return all(_is_sloped(e, a) for e in args)
-    if bias.op not in ("mul", "div"):
-        return False
-    one, other = args
-    if isinstance(other, Const):
-        small = bias.op == "div" and abs(other.value) * _MODERATE < 1
-        return abs(other.value) <= _MODERATE and not small and _is_sloped(one, a)
-    if isinstance(one, Const):
-        return bias.op == "mul" and abs(one.value) <= _MODERATE and _is_sloped(other, a)
-    if _is_of_heads(other, a):
-        return _is_place(one, a)
-    return bias.op == "mul" and _is_of_heads(one, a) and _is_place(other, a)
+    times = _slope(bias, a)
+    return times is not None and times <= _MODERATE
+
+
+def _slope(e: Expr, a: Attention) -> float | None:
+    """What constants make of a number of each head times a place; None of anything else."""
+    if not isinstance(e, Apply):
+        return None
+    if e.op in ("cast", "neg", "add", "sub"):
+        parts = [_slope(x, a) for x in e.args]
+        return None if None in parts else sum(x for x in parts if x is not None)
+    if e.op not in ("mul", "div"):
+        return None
+    for one, other in (e.args, reversed(e.args)) if e.op == "mul" else (e.args,):
+        number = abs(other.value) if isinstance(other, Const) else 1.0
+        is_number = isinstance(other, Const) or (isinstance(other, Load) and other.index == ())
+        if is_number and number and (inner := _slope(one, a)) is not None:
+            return inner / number if e.op == "div" else inner * number
+        if _is_of_heads(other, a) and (place := _place(one, a)) is not None and place.counts:
+            return place.times
+    return None
 
 
 def _is_of_heads(e: Expr, a: Attention) -> bool:
-    """Whether it is a number for each head: a slope, and no mask, which has keys."""
+    """Whether it is a number for each head: a slope."""
     used = expression_axes(e)
-    return bool(used) and used <= set(a.heads)
+    is_moderate = all(abs(x.value) <= _MODERATE for x in walk(e) if isinstance(x, Const))
+    return bool(used) and used <= set(a.heads) and is_moderate
 
 
-def _is_place(e: Expr, a: Attention) -> bool:
-    """Whether it is a whole number, of positions and of what the program counts in integers."""
+class _Place(NamedTuple):
+    """A whole number, of positions and of what the program counts; ``times`` is what constants make of it.
+
+    ``counts``: it is a position or a count, or one of its factors is. An integer of an input alone may be a mask.
+    """
+
+    counts: bool
+    times: float
+
+
+def _place(e: Expr, a: Attention) -> _Place | None:
+    if isinstance(e, IndexValue):
+        return _Place(True, float(max((abs(c) for axes, c in terms_of(e.index) if axes), default=1)))
     if isinstance(e, Const):
-        return float(e.value).is_integer() and abs(e.value) <= _MODERATE
+        return _Place(False, abs(float(e.value))) if float(e.value).is_integer() else None
     if isinstance(e, Load):
-        return not a.sources[e.source].dtype.is_floating_point
-    if isinstance(e, Apply):
-        return e.op in ("cast", "add", "sub", "mul", "neg", "abs", "minimum", "maximum") and all(
-            _is_place(x, a) for x in e.args
-        )
-    return isinstance(e, IndexValue)
+        source = a.sources[e.source]
+        counts = source.kind == "computed" and source.dtype != torch.bool
+        return None if source.dtype.is_floating_point or source.dtype.is_complex else _Place(counts, 1.0)
+    if not isinstance(e, Apply) or e.op not in ("cast", "neg", "abs", "add", "sub", "mul"):
+        return None
+    if e.op == "cast" and e.dtype == torch.bool:
+        return _Place(False, 1.0)
+    parts = [_place(x, a) for x in e.args]
+    known = [x for x in parts if x is not None]
+    if len(known) < len(parts):
+        return None
+    times = math.prod(x.times for x in known) if e.op == "mul" else sum(x.times for x in known)
+    return _Place(any(x.counts for x in known), times)
 
 
 def _uncast(e: Expr) -> Expr:

@@ -1,8 +1,8 @@
 """`Mask`: everything between the scores and the softmax as one value: its expressions, and what is proven about them.
 
-What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`, `bias_by_distance`,
-`computed`) holds for the bias and the condition beside it alone, over the same axes. So the parts come and go together: a
-form without a mask has `Mask.none()`.
+What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`,
+`bias_by_distance`, `computed`) holds for the bias and the condition beside it alone, over the same axes. So the parts
+come and go together: a form without a mask has `Mask.none()`.
 """
 
 from __future__ import annotations

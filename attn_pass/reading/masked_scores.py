@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_pass.model.attention import Factor
 from attn_pass.model.added_masks import bias_beside_mask
+from attn_pass.model.attention import Factor
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Const, Dot, Expr, Load, apply, expression_axes, loads, with_dot
 from attn_pass.model.mask import Computed, Mask

@@ -32,7 +32,8 @@ FINITE_KEYS = (
 )
 STRICT_KEYS = f"numerics='strict' does not assume that {FINITE_KEYS}"
 LEARNED_BIAS = (
-    "a bias that is learned, made of products or a slope times a place masks no key: its numbers are far above those that mask"
+    "a bias that is learned, made of products or a slope times a place masks no key: "
+    "its numbers are far above those that mask"
 )
 CLAMP = "a clamp of the scores to a number that masks serves masked keys: no row of other keys is -inf throughout"
 NAN_GUARD = "a guard against NaN weights serves fully masked rows: other NaN among the scores stay NaN"

@@ -31,6 +31,14 @@ SCALES: Table = {
     "of rows": Row(lambda c, s, e: s * e.t, "rows"),
 }  # fmt: skip
 
+
+def _looked_up(c: Any, table: Tensor) -> Tensor:
+    """A column of a table by the distance, up to one: as T5 has it for every head."""
+    distance = (torch.arange(c.s) - torch.arange(c.l)[:, None]).abs()
+    near = torch.min(distance, torch.full_like(distance, (table.shape[0] - 1) // 2))
+    return torch.nn.functional.embedding(near, table[:, None]).squeeze(-1)
+
+
 BIASES: Table = {
     "add": Row(lambda c, s, e: s + e.t, "scores"),
     "left add": Row(lambda c, s, e: e.t + s, "scores"),
@@ -53,6 +61,7 @@ BIASES: Table = {
     ),
     "keys": Row(lambda c, s, e: s + torch.arange(c.s) * e.x, numbers=(0.25,)),
     "table": Row(lambda c, s, e: s + e.t[torch.arange(c.s) - torch.arange(c.l)[:, None] + c.l - 1], "table"),
+    "looked up": Row(lambda c, s, e: s + _looked_up(c, e.t), "table"),
     "of rows": Row(lambda c, s, e: s + e.t, "rows"),
     "far down, in float32": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 7e4).to(c.f32), numbers=(-2e4, 2e4)),
     "far down": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 40960).to(s.dtype), numbers=(-512.0, 512.0)),

@@ -164,7 +164,9 @@ def shifted(scores: Tensor) -> Tensor:
 
 
 BIASES = {
-    "T5": Pair(t5, lambda q, k, v, t: t5(q, k, v, t, sign=-1), (*QKV, TABLE), reported={"mask": "additive"}),
+    "T5": Pair(
+        t5, lambda q, k, v, t: t5(q, k, v, t, sign=-1), (*QKV, TABLE), reported={"mask": "additive, by distance"}
+    ),
     "T5, learned": Pair(
         t5,
         lambda q, k, v, t: t5(q, k, v, t, sign=-1),

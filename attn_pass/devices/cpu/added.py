@@ -19,9 +19,9 @@ from attn_pass.targets.operands import dense_last
 def gives_apart(a: Attention) -> bool:
     """Whether bias and keep-condition are given to the kernel each for itself, and not as one matrix.
 
-    The bias stays as small as it is, and in training the gradient of a score that is replaced goes nowhere. A score that
-    is replaced by -inf has no weight whatever is added to it; beside another fill a fully masked row needs more care
-    (`training.fill_that_counts`).
+    The bias stays as small as it is, and in training the gradient of a score that is replaced goes nowhere. A score
+    that is replaced by -inf has no weight whatever is added to it; beside another fill a fully masked row needs more
+    care (`training.fill_that_counts`).
     """
     if a.mask.bias is None or a.mask.keep is None:
         return False

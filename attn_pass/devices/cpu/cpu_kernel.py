@@ -14,8 +14,8 @@ tensor; a function of the scores is the expression that was read, as C++. Sums a
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
 ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an
 additive tensor, with as many dimensions as the mask varies over. A mask beside a bias that masks nothing itself (T5,
-ALiBi) is a boolean or bounds, and the bias stays as small as it is; one that depends on ``key - row`` alone is a vector of
-distances. Grouped heads share the keys that are packed for them.
+ALiBi) is a boolean or bounds, and the bias stays as small as it is; one that depends on ``key - row`` alone is a vector
+of distances. Grouped heads share the keys that are packed for them.
 
 A masked key has no influence, whatever it holds, and a fully masked row gives what the program gives: the mean of the
 values if the fill is a number, zero or NaN if it is -inf. Soft caps and other functions of the scores are compiled into

@@ -102,6 +102,22 @@ def test_packed_rows_take_an_odd_number() -> None:
         OPERATOR(*qkv(1, 4, 5, 5), 0.3, offsets=torch.tensor([0, 5]), distances=randn(1, 4, 1, 8))
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("distances", (1, 1, 1, 3)),
+        ("distances", (1, 2, 1, 59)),
+        ("distances", (2, 4, 1, 59)),
+        ("bias", (1, 4, 29, 30)),
+        ("bias", (1, 2, 30, 30)),
+    ],
+)
+def test_segments_that_reach_further(name: str, shape: tuple[int, ...]) -> None:
+    offsets = torch.tensor([0, 9, 39, 41])
+    with pytest.raises(ValueError, match="3 segments of up to 30 rows and 4 heads"):
+        OPERATOR(*qkv(1, 4, 41, 41), 0.3, offsets=offsets, **{name: randn(*shape)})
+
+
 def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(OPERATOR, (*qkv(2, 4, 5, 7), 0.3), {"distances": randn(1, 4, 1, 11)})
 
@@ -185,6 +201,20 @@ def by_products(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
     return SLOPES[:, None, None] * i * (pad * -1e30)
 
 
+def of_an_input(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    """A number of each head where a key is padding: the mask of another, and no place."""
+    return torch.full((4,), LOWEST)[:, None, None] * ~pad
+
+
+def of_integers(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    return SLOPES[:, None, None] * ((1 - pad.long()) * -1e4 * 1e4 * 1e4 * 1e4 * 1e4 * 1e4)
+
+
+def far(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
+    """Places, times constants that are each small."""
+    return SLOPES[:, None, None] * ((j - i) * 1000 * 1000) * 1000.0
+
+
 def of_floats(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
     """A mask of another kind: what says so is no whole number, but a number of each key."""
     return SLOPES[:, None, None] * torch.where(pad, 0.0, -1e30).sin()
@@ -198,13 +228,27 @@ def exponential(i: Tensor, j: Tensor, pad: Tensor) -> Tensor:
     return -torch.exp(SLOPES[:, None, None] * 50 * (i - j).abs())
 
 
-@pytest.mark.parametrize("added", [by_products, of_floats, a_mask, exponential])
+@pytest.mark.parametrize("added", [by_products, of_an_input, of_integers, far, of_floats, a_mask, exponential])
 def test_what_may_mask_by_itself_is_one_matrix_with_a_number_that_masks(added: Added) -> None:
     """A row that a finite number masks fully is the mean of those masked the least."""
     program = filled(added, LOWEST)
-    assert "distances" not in shapes(program, *inputs()) and shapes(program, *inputs())["bias"][-2:] == (40, 40)
+    given = shapes(program, *inputs())
+    assert given["bias"][-2:] == (40, 40) and "distances" not in given and given["fully_masked"] == "nan"
     report = on_kernel(program, *inputs(), reference=False)
     assert LEARNED_BIAS not in report.sites[0].assumptions
+
+
+def test_a_scale_that_is_known_at_run_time_only() -> None:
+    """BLOOM's ``beta``, a number of its module, is one with ``dynamic=True``."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor, beta: float) -> Tensor:
+        added = of_keys(q, k, pad) * beta
+        return (q @ k.mT * 0.3 + added).masked_fill(~pad, LOWEST).softmax(-1) @ v
+
+    calls = kernel_calls(lambda *given: run(*given, 1.25), *inputs())
+    assert [tuple(tensor_value(c.kwargs["bias"]).shape) for c in calls] == [(3, 4, 1, 40)]  # type: ignore[union-attr]
+    report = on_kernel(run, *inputs(), 1.25, dynamic=True, reference=False)
+    assert LEARNED_BIAS in report.sites[0].assumptions
 
 
 @pytest.mark.parametrize("added", [by_products, a_mask, exponential])

@@ -268,9 +268,9 @@ def attention(
             that a segment has. With gradients ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
-        distances: the same where it depends on ``key - row`` alone, instead of ``bias``: (B or 1, H or 1, 1, L + S - 1), of
-            which element ``key - row + L - 1`` is added. Beside packed rows an odd number of elements, the middle one for
-            a row's own key. It has no gradient.
+        distances: the same where it depends on ``key - row`` alone, instead of ``bias``: (B or 1, H or 1, 1,
+            L + S - 1), of which element ``key - row + L - 1`` is added. Beside packed rows an odd number of elements,
+            the middle one for a row's own key, as far as the longest segment reaches. It has no gradient.
         tables: up to four tensors in float32 or half precision, broadcastable to (B, H, L, S, M): for each row and key
             one of the M numbers is added to the score. In inference alone. Numbers of a table mask nothing.
         places: for each table which number, from 0 to M - 1: int32, broadcastable to (B, H, L, S).
@@ -384,6 +384,24 @@ def _check_distances(q_len: Any, kv_len: Any, optional: Mapping[str, Any]) -> No
         raise ValueError(f"distances of {q_len} rows and {kv_len} keys are not {distances.shape[3]}")
 
 
+def _check_segments(query: Tensor, optional: Mapping[str, Any]) -> None:
+    """Of a call in eager mode: what is added reaches over the longest of the packed segments, and over all heads."""
+    offsets = optional.get("offsets")
+    if offsets is None:
+        return
+    segments, longest = offsets.numel() - 1, int(offsets.diff().max()) if offsets.numel() > 1 else 0
+    for name in ("bias", "distances"):
+        added = optional.get(name)
+        if added is None:
+            continue
+        of_pairs = [n for n in added.shape[2:] if n != 1]
+        reach = (added.shape[3] + 1) // 2 if name == "distances" else min(of_pairs, default=longest)
+        outer = added.shape[0] in (1, segments) and added.shape[1] in (1, query.shape[1])
+        if not outer or reach < longest:
+            needed = f"{segments} segments of up to {longest} rows and {query.shape[1]} heads"
+            raise ValueError(f"{needed} are not what {name} is for: {tuple(added.shape)}")
+
+
 def _check_lookups(tables: Sequence[Tensor], places: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     if not len(tables) == len(places) == len(factors) <= MOST_LOOKUPS:
         counts = f"{len(tables)} tables, {len(places)} places, {len(factors)} factors"
@@ -421,12 +439,14 @@ def _check_places(optional: Mapping[str, Any]) -> None:
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
     check(query, key, value, optional)
     _check_places(optional)
+    _check_segments(query, optional)
     return attention(query, key, value, scale, **optional)
 
 
 def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:
     check(query, key, value, optional)
     _check_places(optional)
+    _check_segments(query, optional)
     lse = lse_like(query)
     return attention(query, key, value, scale, lse=lse, **optional), lse
 
