@@ -285,3 +285,38 @@ def test_compiled_for_any_length() -> None:
             operands[-1][..., 0] = True
             torch.testing.assert_close(compiled(*operands), program(*operands), atol=1e-5, rtol=1e-5)
     assert {site.target for site in report.sites} == {"cpu_kernel"}
+
+
+# ---------------------------------------------------------------- models
+
+SIZES = {
+    "T5Encoder": {"d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8},
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 1, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "shape"),
+    [("T5Encoder", "distances", (1, 4, 1, 95)), ("Bloom", "bias", (3, 4, 1, 48)), ("Mpt", "bias", (1, 4, 1, 48))],
+)
+def test_models_of_transformers(name: str, added: str, shape: tuple[int, ...]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(vocab_size=50, **SIZES[name])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    ids, mask = torch.randint(0, 50, (3, 48)), torch.ones(3, 48, dtype=torch.int64)
+    mask[1, 31:], mask[2, 40:] = 0, 0
+
+    def run(ids: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = model(ids, attention_mask=mask)[0]
+        return hidden
+
+    calls = kernel_calls(run, ids, mask)
+    assert len(calls) == 2
+    for call in calls:
+        value = tensor_value(call.kwargs[added])
+        assert value is not None and tuple(value.shape) == shape and call.kwargs["keep"] is not None
+        assert call.kwargs.get("after") == (None if name == "T5Encoder" else 0)
+    assert calls[0].kwargs[added] is calls[1].kwargs[added]  # computed once
+    on_kernel(run, ids, mask, rewritten=2, reference=False)
