@@ -18,6 +18,7 @@ from attn_pass.devices.cpu.kernel.gradients import FORWARD
 from attn_pass.devices.cpu.kernel.operator import OPERATOR
 from attn_pass.graph.values import tensor_value
 from attn_pass.targets.base import LEARNED_BIAS
+from bench.suites import masks
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 LOWEST = torch.finfo(torch.float32).min
@@ -320,3 +321,21 @@ def test_models_of_transformers(name: str, added: str, shape: tuple[int, ...]) -
         assert call.kwargs.get("after") == (None if name == "T5Encoder" else 0)
     assert calls[0].kwargs[added] is calls[1].kwargs[added]  # computed once
     on_kernel(run, ids, mask, rewritten=2, reference=False)
+
+
+GIVEN = ("bias a head", "Evoformer, rank 5")  # a matrix is what they are given
+
+
+@pytest.mark.parametrize("variant", [v for v in masks.VARIANTS if v.name not in GIVEN], ids=lambda v: v.name)
+def test_no_form_of_the_bench_makes_a_matrix_of_all_heads(variant: masks.Variant) -> None:
+    """Made beside the kernel, it takes longer than the attention does."""
+    operands = variant.inputs(300)
+    calls = kernel_calls(variant.run, *operands)
+    assert calls
+    for call in calls:
+        query, key = (tensor_value(n) for n in call.args[:2])
+        assert query is not None and key is not None
+        scores = query.numel() // query.size(-1) * key.size(2)
+        made = [tensor_value(n) for n in call.graph.nodes if n.op == "call_function" and n.users]
+        large = [x.shape for x in made if x is not None and x.numel() >= scores and x.size(-1) != query.size(-1)]
+        assert not large, large
