@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ class ByDistance:
     row: Axis
     bias: Expr | None
     condition: Expr | None
+
+    def is_over(self, rows: Sequence[Axis]) -> bool:
+        """Whether the rows are the one axis that distances count from, beside axes of size 1."""
+        return [x for x in rows if x.size != 1] == [self.row]
 
     @staticmethod
     def of(bias: Expr | None, condition: Expr | None, key: Axis, row: Axis, shapes: Shapes) -> ByDistance | None:

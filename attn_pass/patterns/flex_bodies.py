@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from attn_pass.graph.expand import CannotExpand
 from attn_pass.graph.subgraphs import indexed_by_export
-from attn_pass.reading.pointwise import POINTWISE
+from attn_pass.reading.pointwise import EXTREMA, POINTWISE
 from attn_pass.reading.vocabulary import understand
 
 aten = torch.ops.aten
@@ -127,7 +127,7 @@ def _is_elementwise(node: Node) -> bool:
         return _is_pointwise(_name(node)) and "out" not in node.kwargs
     if call.in_place:
         return False
-    if call.op in ("max", "min"):
+    if call.op in EXTREMA:
         return isinstance(call["other"], Node)
     return call.op in POINTWISE or call.op in _OF_ONE_ELEMENT or _is_pointwise(_name(node))
 
@@ -144,7 +144,7 @@ def _name(node: Node) -> str:
 def _is_pointwise(name: str) -> bool:
     """Torch's properties of the operator of that name; ``max`` and ``min`` are reductions as well."""
     packet = getattr(aten, name.strip("_"), None) if not name.endswith("_") or name.startswith("__") else None
-    if packet is None or name in ("max", "min"):
+    if packet is None or name in EXTREMA:
         return False
     overloads = [getattr(packet, o) for o in packet.overloads()]
     drawn = any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)

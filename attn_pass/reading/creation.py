@@ -156,7 +156,7 @@ def _looked_up(
         return None
     if fake.dtype == torch.bool or fake.is_complex() or reader.effects.mutations(table):
         return None
-    if rows.dim() == 0 or not reader.lifts_lookups:
+    if rows.dim() == 0:
         return None
     row = reader.element(index, position[: rows.dim()], reader.order[node], depth + 1)
     if as_index(row) is not None or loads(row):

@@ -42,7 +42,6 @@ class GraphReader(ABC):
         self.regions = regions
         self.order = effects.position
         self.knows_gradients = knows_gradients
-        self.lifts_lookups = True
         self.sources: list[Source] = []
         self.source_nodes: list[Node] = []
         self._source_of: dict[Node, int] = {}

@@ -165,16 +165,13 @@ def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, conditio
 def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
     """The same from what is not written before the result is computed, where the mask is made of something that is.
 
-    A row of a table that a rounded number decides is not looked up again: it is read where the program put it.
+    A row of a table that a rounded number decides is not looked up again, either: it is read where the program put it.
     """
     reader = arrangement.parts.reader
-    for lookups in (True, False):
-        with reader.lasting(reader.order[arrangement.parts.result], lookups=lookups):
-            bias = None if named.bias is None else arrangement.deep(named.bias)
-            condition = None if named.keep is None else arrangement.deep(named.keep.condition)
-        if (computed := _computed(arrangement, named, bias, condition)) is not None:
-            return computed
-    return None
+    with reader.lasting(reader.order[arrangement.parts.result]):
+        bias = None if named.bias is None else arrangement.deep(named.bias)
+        condition = None if named.keep is None else arrangement.deep(named.keep.condition)
+    return _computed(arrangement, named, bias, condition)
 
 
 def _stays(arrangement: Arrangement, load: Load) -> bool:

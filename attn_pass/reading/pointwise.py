@@ -26,6 +26,8 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {name: row.operands for name, row in 
     "method_where": ("condition", "input", "other"),
     "masked_fill": ("input", "mask"),
 }
+EXTREMA = {"max": "maximum", "min": "minimum"}
+"""Of two tensors what they are; of one they are reductions."""
 ReadOperand = Callable[[Any, Position], Expr]
 
 
@@ -88,8 +90,7 @@ def _masked_fill(node: Node, call: Call, at: _At) -> Expr:
 
 
 def _extremum(node: Node, call: Call, at: _At) -> Expr:
-    """`torch.max` or `torch.min` of two tensors; of one they are reductions."""
-    op = {"max": "maximum", "min": "minimum"}[call.op]
+    op = EXTREMA[call.op]
     if not isinstance(call["other"], Node) or tensor_value(node) is None:
         raise Unreadable(f"a {op} along a dimension", node)
     return _larger_or_smaller(node, replace(call, op=op), at)
@@ -137,8 +138,7 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
     "where": _where,
     "method_where": _where,
     "masked_fill": _masked_fill,
-    "max": _extremum,
-    "min": _extremum,
+    **dict.fromkeys(EXTREMA, _extremum),
     "maximum": _larger_or_smaller,
     "minimum": _larger_or_smaller,
     "clamp": _clamp,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from attn_pass.reading.graph_reader import GraphReader
-from attn_pass.reading.pointwise import POINTWISE
+from attn_pass.reading.pointwise import EXTREMA, POINTWISE
 from attn_pass.reading.views import VIEWS
 from attn_pass.reading.vocabulary import Call
 
@@ -63,7 +63,7 @@ def _note(reader: GraphReader, node: Node, reach: dict[Node, frozenset[Node]], r
 
 def inputs(call: Call) -> list[Node]:
     """The nodes whose elements those of the call are made of, one by one."""
-    if call.op in ("max", "min") and not isinstance(call.get("other"), Node):
+    if call.op in EXTREMA and not isinstance(call.get("other"), Node):
         return []  # along a dimension, or of everything
     if call.op == "cat":
         values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []

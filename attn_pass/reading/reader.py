@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
-from attn_pass.model.expression import Const, Expr, IndexValue, Load, apply, loads, walk
+from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, apply, loads, walk
 from attn_pass.reading.constants import form_of
 from attn_pass.reading.creation import created
 from attn_pass.reading.graph_reader import GraphReader
@@ -85,7 +85,7 @@ class Reader(GraphReader):
         self.caller = caller
         self._is_softmax = is_softmax
         self._used = Used()
-        self._elements: dict[tuple[Node, Position, int, int | None, bool], Expr] = {}
+        self._elements: dict[tuple[Node, Position, int, int | None], Expr] = {}
         self._forms: dict[Node, Callable[[Position], Expr] | None] = {}  # of known tensors
         self._until: int | None = None
         self._instead: dict[Node, tuple[Node, ...]] = {}
@@ -158,7 +158,7 @@ class Reader(GraphReader):
     def element(self, node: Node, position: Position, at: int, depth: int = 0) -> Expr:
         """The element of a node as far down as it can be read: constants, index arithmetic, loads of the rest."""
         mutation = self.effects.last_mutation(node, at)
-        key = (node, position, -1 if mutation is None else mutation.position, self._until, self.lifts_lookups)
+        key = (node, position, -1 if mutation is None else mutation.position, self._until)
         known = self._elements.get(key)
         if known is None:
             before = len(self._used.known)
@@ -192,7 +192,7 @@ class Reader(GraphReader):
             return self._leaf(node, position)
         time = self.order[defined]
         found_value = created(self, defined, call, position, depth)
-        if found_value is not None and (self._until is None or self._all_stay(found_value, self._until)):
+        if found_value is not None and (self._until is None or self._lasts(found_value, self._until)):
             return found_value
         if call.op in POINTWISE or call.op == "cast":
             try:
@@ -200,25 +200,26 @@ class Reader(GraphReader):
             except Unreadable:
                 return self._leaf(node, position)
             is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
-            if is_small and (self._until is None or self._all_stay(lifted, self._until)):
+            if is_small and (self._until is None or self._lasts(lifted, self._until)):
                 return lifted
         return self._leaf(node, position)
 
     @contextmanager
-    def lasting(self, until: int, *, lookups: bool = True) -> Iterator[None]:
+    def lasting(self, until: int) -> Iterator[None]:
         """In the block elements are lifted only as far down as what they load holds the same value until then.
 
         A position that a cache counts up behind the mask it was used for is not read once more: what was computed from
-        it is. Without ``lookups`` neither is a row of a table that is looked up by a computed number.
+        it is. Nor is a row of a table looked up by a computed number again, which may be rounded otherwise.
         """
-        self._until, self.lifts_lookups = until, lookups
+        self._until = until
         try:
             yield
         finally:
-            self._until, self.lifts_lookups = None, True
+            self._until = None
 
-    def _all_stay(self, element: Expr, until: int) -> bool:
-        return all(self.stays(load, until) for load in loads(element))
+    def _lasts(self, element: Expr, until: int) -> bool:
+        is_lookup = isinstance(element, Apply) and element.op == "lookup"
+        return not is_lookup and all(self.stays(load, until) for load in loads(element))
 
     def stays(self, load: Load, until: int) -> bool:
         """Whether what is loaded is, until then, what it was when its tensor was made."""

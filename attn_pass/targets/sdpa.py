@@ -243,8 +243,7 @@ def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> K
 def _distance_mask(a: Attention, form: MaskForm, setting: Setting) -> ByDistance | None:
     """The mask over distances, where handing over a vector of them is cheaper than the matrix they make."""
     by = a.mask.by_distance
-    rows = tuple(x for x in a.rows if x.size != 1)
-    if by is None or rows != (by.row,) or a.sink is not None or form.repairs:
+    if by is None or not by.is_over(a.rows) or a.sink is not None or form.repairs:
         return None
     if not family_of(setting.device).takes_any_mask_strides or shifts_rows(a):  # a vector of distances has no rows
         return None

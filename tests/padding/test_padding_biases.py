@@ -18,16 +18,18 @@ pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for t
 class Biased(nn.Module):
     """Two layers with one table of biases; ``spelling`` says how bias and mask come together."""
 
-    def __init__(self, spelling: str = "added", looked_up: bool = True) -> None:
+    def __init__(self, spelling: str = "added", looked_up: bool = True, bucketed: bool = False) -> None:
         super().__init__()
         self.words, self.table = nn.Embedding(50, E), nn.Embedding(2 * L, H)
         self.matrix = nn.Parameter(torch.randn(L, L, H), requires_grad=False)
         self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(E, E) for _ in range(4)) for _ in range(2))
-        self.spelling, self.looked_up = spelling, looked_up
+        self.spelling, self.looked_up, self.bucketed = spelling, looked_up, bucketed
 
     def forward(self, words: Tensor, mask: Tensor) -> Any:
         x, position = self.words(words), torch.arange(L)
-        numbers = self.table(position[None] - position[:, None] + L) if self.looked_up else self.matrix
+        distance = position[None] - position[:, None]
+        place = (3 * (distance.abs() + 1).log()).long() if self.bucketed else distance + L
+        numbers = self.table(place) if self.looked_up else self.matrix
         bias, keep = numbers.permute(2, 0, 1)[None], mask.bool()[:, None, None, :]
         lowest = torch.finfo(bias.dtype).min
         for query, key, value, out in self.layers:
@@ -54,8 +56,11 @@ def test_a_table_that_is_frozen() -> None:
         assert packed(Biased(), masks()[:1]).packed == 2
 
 
-def test_positions_of_rows_that_lie_anywhere() -> None:
-    packed(Biased(), [(torch.rand(B, L) < 0.5).long() for _ in range(3)])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_positions_of_rows_that_lie_anywhere(bucketed: bool) -> None:
+    """By buckets the kernel gets one vector of distances, and rows that lie between others stay in their places."""
+    region = packed(Biased(bucketed=bucketed), [(torch.rand(B, L) < 0.5).long() for _ in range(3)])
+    assert region.packed == 2
 
 
 def test_a_matrix_that_is_passed_in_may_mask() -> None:

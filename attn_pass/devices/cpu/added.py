@@ -36,8 +36,9 @@ def is_alone(a: Attention) -> bool:
 def distances_of(a: Attention) -> ByDistance | None:
     """What is added, over distances, if it depends on ``key - row`` alone: ALiBi, T5's buckets, decay."""
     by = a.mask.bias_by_distance if is_alone(a) else a.mask.by_distance
-    in_order = by is not None and tuple(x for x in a.rows if x.size != 1) == (by.row,)
-    return by if by is not None and by.bias is not None and in_order and not shifts_rows(a) else None
+    if by is None or by.bias is None or not by.is_over(a.rows) or shifts_rows(a):
+        return None
+    return by
 
 
 def arguments(lower: Lowering, distances: ByDistance | None, setting: Setting) -> dict[str, object]:
@@ -47,10 +48,9 @@ def arguments(lower: Lowering, distances: ByDistance | None, setting: Setting) -
         known = looked_up(lower)
         if known is not None:
             return known
-    alone = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None)))
-    setting = replace(setting, autocast=None)  # which does not touch the kernel
+    source = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None))) if is_alone(a) else lower
     with nullcontext() if a.needs_grad else lower.plan.sharing():
-        bias = additive_mask(alone if is_alone(a) else lower, setting, distances)
+        bias = additive_mask(source, replace(setting, autocast=None), distances)  # which does not touch the kernel
         if distances is not None:
             return {"distances": dense_last(lower.plan, bias)}
         first = setting.runner != "other" and not a.needs_grad

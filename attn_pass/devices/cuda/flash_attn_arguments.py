@@ -204,7 +204,7 @@ def _added(a: Attention, bias: Expr) -> _Added:
 def _over_places(a: Attention, bias: Expr) -> Expr:
     """The bias over key and row, by index arithmetic where it is known over distances."""
     by = a.mask.by_distance
-    if by is None or by.bias is None or tuple(x for x in a.rows if x.size != 1) != (by.row,):
+    if by is None or by.bias is None or not by.is_over(a.rows):
         return bias
     return rewrite_indices(by.bias, {by.axis: axis_index(a.keys) - axis_index(by.row) + by.row.size - 1})
 

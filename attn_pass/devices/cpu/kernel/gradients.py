@@ -25,6 +25,7 @@ from attn_pass.devices.cpu.kernel.operator import (
     arguments,
     attention,
     check,
+    check_eagerly,
     lse_like,
     operand,
     result_like,
@@ -97,7 +98,7 @@ def _call(*values: Any) -> dict[str, Any]:
 def _forward(*values: Any, **more: Any) -> tuple[Tensor, ...]:
     by_name = _call(*values) | more
     query, key, value, scale = (by_name.pop(name) for name in NAMES[:4])
-    check(query, key, value, by_name)
+    check_eagerly(query, key, value, by_name)
     lse, statistics = lse_like(query), statistics_like(query)
     rest = rest_like(query, value)
     if value.numel() == 0 or key.numel() == 0:

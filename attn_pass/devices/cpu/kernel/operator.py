@@ -184,16 +184,15 @@ def arguments(
     scores = (batch, heads, q_len, kv_len)
     offsets = bounds.get("offsets")
     per_batch = batch if offsets is None else offsets.numel() - 1
-    added = operand(bias, _shape_of(bias, scores, offsets))
-    if distances is not None:
-        added = _over_distances(distances, batch, heads, kv_len, packed=offsets is not None)
-    bias = distances if bias is None else bias
+    added = bias if distances is None else distances
     return Args(
         q=operand(query, query.shape),
         k=operand(key, key.shape),
         v=operand(value, value.shape),
         keep=operand(keep, _shape_of(keep, scores, offsets)),
-        bias=added,
+        bias=operand(bias, _shape_of(bias, scores, offsets))
+        if distances is None
+        else _over_distances(distances, batch, heads, kv_len, packed=offsets is not None),
         sink=operand(sink, (*scores[:3], 1)),
         captured=(Operand * MOST_CAPTURED)(*(operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
         lookups=_lookups(scores, tables or (), places or (), factors or (), packed=offsets is not None),
@@ -212,7 +211,7 @@ def arguments(
         dropout=dropout,
         scale=scale,
         fill=0.0 if fill is None else fill,
-        bias_type=0 if bias is None else _TYPES[bias.dtype],
+        bias_type=0 if added is None else _TYPES[added.dtype],
         fully_masked=FULLY_MASKED.index(fully_masked),
         threads=torch.get_num_threads(),
         has_score=bool(score),
@@ -385,7 +384,7 @@ def _check_distances(q_len: Any, kv_len: Any, optional: Mapping[str, Any]) -> No
 
 
 def _check_segments(query: Tensor, optional: Mapping[str, Any]) -> None:
-    """Of a call in eager mode: what is added reaches over the longest of the packed segments, and over all heads."""
+    """What is added reaches over the longest of the packed segments, and over all heads."""
     offsets = optional.get("offsets")
     if offsets is None:
         return
@@ -429,24 +428,27 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"{heads} heads of the query are no multiple of {kv_heads} of the keys")
 
 
+def check_eagerly(query: Tensor, key: Tensor, value: Tensor, optional: Mapping[str, Any]) -> None:
+    """The same of a call in eager mode, where tensors have values: places, and lengths of packed segments."""
+    check(query, key, value, optional)
+    _check_places(optional)
+    _check_segments(query, optional)
+
+
 def _check_places(optional: Mapping[str, Any]) -> None:
-    """Of a call in eager mode; in a compiled graph the places are proved to be those of a table."""
+    """In a compiled graph the places are proved to be those of a table."""
     for table, place in zip(optional.get("tables") or (), optional.get("places") or ()):
         if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < table.size(-1):
             raise IndexError(f"a place is none of the table's {table.size(-1)} numbers")
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> Tensor:
-    check(query, key, value, optional)
-    _check_places(optional)
-    _check_segments(query, optional)
+    check_eagerly(query, key, value, optional)
     return attention(query, key, value, scale, **optional)
 
 
 def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **optional: Any) -> tuple[Tensor, Tensor]:
-    check(query, key, value, optional)
-    _check_places(optional)
-    _check_segments(query, optional)
+    check_eagerly(query, key, value, optional)
     lse = lse_like(query)
     return attention(query, key, value, scale, lse=lse, **optional), lse
 
