@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from attn_pass.model.attention import Attention
+from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import FALSE, Apply, Const, Expr, IndexValue, Load, apply, expression_axes, walk
 from attn_pass.model.index import terms_of
 from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
+from attn_pass.model.structure import keeps_a_key
 
 _MODERATE = 1e4  # the largest number that a product is multiplied with without masking
 
@@ -30,7 +32,7 @@ def kept_in_place_of_added(a: Attention) -> Attention | None:
     if keep is None or not (_absorbs(keep, a) or mask.never_empty):
         return None
     without_bias = replace(mask, bias=None, keep=keep, fills=None, computed=Computed(None, keep.condition))
-    return replace(a, mask=replace(without_bias, by_distance=None, bias_by_distance=None))
+    return replace(a, mask=replace(without_bias, by_distance=None, bias_by_distance=None, apart=None))
 
 
 def kept_beside_learned(a: Attention) -> Attention | None:
@@ -38,18 +40,16 @@ def kept_beside_learned(a: Attention) -> Attention | None:
 
     What is learned, and a slope times a place, is taken to mask nothing itself. None if the bias is no such sum.
     """
-    mask = a.mask
-    if mask.keep is not None or mask.computed is None or mask.computed.bias is None:
+    mask, apart = a.mask, a.mask.apart
+    if mask.keep is not None or apart is None or not _absorbs(apart.keep, a):
         return None
-    split = bias_beside_mask(mask.computed.bias)
-    if split is None or not (_is_learned(split[0], a) or _is_sloped(split[0], a)) or not _absorbs(split[1], a):
+    bias, keep = apart.bias, apart.keep
+    if not (_is_learned(bias, a) or _is_sloped(bias, a)):
         return None
-    bias, keep = split
-    computed = Computed(bias, keep.condition)
-    separated = replace(
-        mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, bias_is_learned=True
-    )
-    return replace(a, mask=separated)
+    computed = None if mask.computed is None else Computed(bias, keep.condition)
+    alone = replace(mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, apart=None)
+    never_empty = mask.never_empty or keeps_a_key(structure_of(keep.condition, a.keys, a.rows), a.keys)
+    return replace(a, mask=replace(alone, never_empty=never_empty, bias_is_learned=True))
 
 
 def kept_beside_products(a: Attention) -> Attention | None:

@@ -1,8 +1,8 @@
 """`Mask`: everything between the scores and the softmax as one value: its expressions, and what is proven about them.
 
 What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`,
-`bias_by_distance`, `computed`) holds for the bias and the condition beside it alone, over the same axes. So the parts
-come and go together: a form without a mask has `Mask.none()`.
+`bias_by_distance`, `computed`, `apart`) holds for the bias and the condition beside it alone, over the same axes. So
+the parts come and go together: a form without a mask has `Mask.none()`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ ABSORBING = -1e17  # a number that is added and leaves nothing of a score, up to
 
 @dataclass(frozen=True)
 class Keep:
-    """Scores are kept where ``condition`` holds and are ``fill`` elsewhere."""
+    """Scores are kept where ``condition`` holds and are ``fill`` elsewhere.
+
+    ``is_added``: the fill absorbs a score that it is added to, which passes its gradient on.
+    """
 
     condition: Expr
     fill: float
+    is_added: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,14 @@ class Computed:
 
     bias: Expr | None
     condition: Expr | None
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A bias that is the sum of one and of a mask, each for itself."""
+
+    bias: Expr
+    keep: Keep
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,10 @@ class Mask:
     structure: Structure = EVERYTHING  # what bias and keep-condition together keep
     never_empty: bool = False  # proved: every row keeps at least one key, whose score is a number
     by_distance: ByDistance | None = None  # the same, where it depends on ``key - row`` alone
-    bias_by_distance: ByDistance | None = None  # the bias without a mask that is added to it, in the same way
+    bias_by_distance: ByDistance | None = None  # the bias without a mask that is added to it, in the same way; it may
+    # need a gradient
     computed: Computed | None = None  # the same, where it can be computed element by element, without a tensor of it
+    apart: Apart | None = None  # bias and mask, where the bias is a sum of them; either may need a gradient
     bias_is_learned: bool = False  # the bias masks nothing: what is learned, products and slopes hold no number that
     # does, which is assumed
 
@@ -109,21 +123,27 @@ class Mask:
                 return None
             return replace(distance, bias=both(distance.bias), condition=both(distance.condition))
 
-        keep, computed = self.keep, self.computed
+        def held(keep: Keep) -> Keep:
+            return replace(keep, condition=by(keep.condition))
+
+        keep, computed, apart = self.keep, self.computed, self.apart
         return replace(
             self,
             bias=both(self.bias),
-            keep=None if keep is None else Keep(by(keep.condition), keep.fill),
+            keep=None if keep is None else held(keep),
             by_distance=placed(self.by_distance),
             bias_by_distance=placed(self.bias_by_distance),
             computed=None if computed is None else Computed(both(computed.bias), both(computed.condition)),
+            apart=None if apart is None else Apart(by(apart.bias), held(apart.keep)),
         )
 
     def restated(self) -> Iterator[Expr]:
-        """The expressions that say the mask once more: over distances, and element by element."""
+        """The expressions that say the mask once more: over distances, element by element, and each part for itself."""
         for again in (self.by_distance, self.bias_by_distance, self.computed):
             if again is not None:
                 yield from (e for e in (again.bias, again.condition) if e is not None)
+        if self.apart is not None:
+            yield from (self.apart.bias, self.apart.keep.condition)
 
     def __str__(self) -> str:
         of_distance = self.by_distance is not None and not self.structure.is_exact

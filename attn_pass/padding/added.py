@@ -26,11 +26,14 @@ def added_mask(site: Node) -> Node | None:
     where a number that masks stands in the place of something learned.
 
     None where it masks by something else as well, or where what is added beside it is not learned, the same for all
-    sequences: it may mask, too.
+    sequences: it may mask, too. If the kernel is given the two apart, what is added beside is known to mask nothing.
     """
-    bias = site.kwargs.get("bias")
-    masked_otherwise = any(site.kwargs.get(name) is not None for name in ("keep", "starts", "ends"))
-    if not has_gradients(site) or not isinstance(bias, Node) or masked_otherwise:
+    bias, keep = site.kwargs.get("bias"), site.kwargs.get("keep")
+    if not has_gradients(site) or any(site.kwargs.get(name) is not None for name in ("starts", "ends")):
+        return None
+    if site.kwargs.get("fill_is_added"):
+        return keep if isinstance(keep, Node) and all(map(_is_shared, _beside(site))) else None
+    if not isinstance(bias, Node) or keep is not None:
         return None
     parts = list(_parts(bias))
     masks = [n for n in parts if not is_trained(n)]
@@ -46,14 +49,13 @@ def has_gradients(site: Node) -> bool:
 
 def is_called_whole(site: Node) -> bool:
     """Whether an attention of a region is called as it was: its mask is added, or what it adds is learned."""
-    added = (site.kwargs.get("bias"), *(site.kwargs.get("captured") or ()))  # type: ignore[misc]
-    return has_gradients(site) and (added_mask(site) is not None or any(is_trained(n) for n in _nodes(added)))
+    captured = _nodes(site.kwargs.get("captured") or ())  # type: ignore[arg-type]
+    return has_gradients(site) and (added_mask(site) is not None or any(map(is_trained, (*_beside(site), *captured))))
 
 
 def adds_learned(site: Node) -> bool:
     """Whether an attention adds its mask to something learned, which is taken to mask no key itself."""
-    bias = site.kwargs.get("bias")
-    return added_mask(site) is not None and isinstance(bias, Node) and is_trained(bias)
+    return added_mask(site) is not None and any(map(is_trained, _beside(site)))
 
 
 def is_trained(node: Node) -> bool:
@@ -121,6 +123,11 @@ def _is_shared(node: Node) -> bool:
     """Whether a tensor is the same for all sequences."""
     value = tensor_value(node)
     return value is not None and (value.dim() < 4 or (isinstance(value.shape[0], int) and value.shape[0] == 1))
+
+
+def _beside(site: Node) -> tuple[Node, ...]:
+    """What is added to scores as it is: a matrix or a vector of distances."""
+    return tuple(_nodes(site.kwargs.get(name) for name in ("bias", "distances")))
 
 
 def _nodes(values: Iterable[Any]) -> Iterator[Node]:

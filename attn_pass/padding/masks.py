@@ -125,13 +125,16 @@ def _adds_mask(node: Node, sizes: Sizes) -> bool:
 
 def mask_of(node: Node) -> PaddingMask:
     """The mask of a call of the kernel."""
-    by_name = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
-    return PaddingMask(**by_name, added=added_mask(node))
+    by_name, added = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}, added_mask(node)
+    if added is by_name["keep"]:
+        by_name["keep"] = None
+    return PaddingMask(**by_name, added=added)
 
 
 def hides_padding(site: Node) -> bool:
     """Whether a call reads no key that its mask does not keep: one that gives masked scores a number may."""
-    return all(value is None for name, value in site.kwargs.items() if name not in _KNOWN)
+    known = _KNOWN if added_mask(site) is None else (*_KNOWN, "fill", "fill_is_added")
+    return all(value is None for name, value in site.kwargs.items() if name not in known)
 
 
 def averages(sites: Iterable[Node]) -> bool:

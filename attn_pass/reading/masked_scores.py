@@ -10,7 +10,7 @@ from attn_pass.model.added_masks import bias_beside_mask
 from attn_pass.model.attention import Factor
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Const, Dot, Expr, Load, apply, expression_axes, loads, with_dot
-from attn_pass.model.mask import Computed, Mask
+from attn_pass.model.mask import Apart, Computed, Mask
 from attn_pass.model.rematerializable import is_repeatable
 from attn_pass.model.views import Group, NoView, view_steps
 from attn_pass.reading import half
@@ -112,19 +112,34 @@ def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
         if reason is not None:
             raise Unreadable(reason, parts.result)
     bias, keep = (None if named.bias is None else bias), (None if named.keep is None else keep)
+    computed = _restated(arrangement, named, bias, keep)
     beside = None if bias is None or keep is not None else bias_beside_mask(bias)
+    differentiable = computed
+    if beside is not None and computed is None and parts.needs_grad:
+        differentiable = _restated(arrangement, named, bias, keep, gradients=True)
+    apart = None if beside is None or differentiable is None else _apart(differentiable.bias)
+    alone = bias if beside is None else None if apart is None else beside[0]
     return replace(
         named,
         by_distance=None if named.structure.is_causal else _by_distance(arrangement, roles, bias, keep),
-        bias_by_distance=_by_distance(arrangement, roles, bias if beside is None else beside[0], None),
-        computed=_computed(arrangement, named, bias, keep) or _lasting(arrangement, named),
+        bias_by_distance=_by_distance(arrangement, roles, alone, None, gradients=True),
+        computed=computed,
+        apart=apart,
     )
 
 
+def _apart(bias: Expr | None) -> Apart | None:
+    beside = None if bias is None else bias_beside_mask(bias)
+    return None if beside is None else Apart(beside[0], replace(beside[1], is_added=True))
+
+
 def _by_distance(
-    arrangement: Arrangement, roles: Roles, bias: Expr | None, condition: Expr | None
+    arrangement: Arrangement, roles: Roles, bias: Expr | None, condition: Expr | None, *, gradients: bool = False
 ) -> ByDistance | None:
-    """A mask over distances alone, where it is that and what it is made of stays what it is."""
+    """A mask over distances alone, where it is that and what it is made of stays what it is.
+
+    What needs a gradient is none unless there may be ``gradients``: kernels other than the CPU's have none of a vector.
+    """
     parts, reader = arrangement.parts, arrangement.parts.reader
     real = [a for a in roles.rows if a.size != 1]
     needed = [e for e in (bias, condition) if e is not None]
@@ -132,7 +147,7 @@ def _by_distance(
         return None
     if not {parts.keys, *real} <= set().union(*(expression_axes(e) for e in needed)):
         return None
-    if not all(_stays(arrangement, load) for e in needed for load in loads(e)):
+    if not all(_stays(arrangement, load, gradients=gradients) for e in needed for load in loads(e)):
         return None
     distance = ByDistance.of(bias, condition, parts.keys, real[0], tuple(s.shape for s in reader.sources))
     if distance is None:
@@ -142,7 +157,17 @@ def _by_distance(
     return distance if all(is_view(reader, load, groups) for e in functions for load in loads(e)) else None
 
 
-def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None) -> Computed | None:
+def _restated(
+    arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None, *, gradients: bool = False
+) -> Computed | None:
+    """The mask once more, of what needs no gradient unless there may be ``gradients``."""
+    whole = _computed(arrangement, named, bias, condition, gradients=gradients)
+    return whole or _lasting(arrangement, named, gradients=gradients)
+
+
+def _computed(
+    arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None, *, gradients: bool
+) -> Computed | None:
     """The mask computed element by element, where that gives what the program's own tensors hold.
 
     ``bias`` and ``condition`` are lifted as far as they go. What they load must still be what it was.
@@ -157,12 +182,12 @@ def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, conditio
         node = reader.source_nodes[load.source]
         if node.graph is not result.graph or reader.order[node] >= reader.order[result]:
             return None
-        if not _stays(arrangement, load):
+        if not _stays(arrangement, load, gradients=gradients):
             return None
     return Computed(bias, condition)
 
 
-def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
+def _lasting(arrangement: Arrangement, named: Mask, *, gradients: bool) -> Computed | None:
     """The same from what is not written before the result is computed, where the mask is made of something that is.
 
     A row of a table that a rounded number decides is not looked up again, either: it is read where the program put it.
@@ -171,14 +196,14 @@ def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
     with reader.lasting(reader.order[arrangement.parts.result]):
         bias = None if named.bias is None else arrangement.deep(named.bias)
         condition = None if named.keep is None else arrangement.deep(named.keep.condition)
-    return _computed(arrangement, named, bias, condition)
+    return _computed(arrangement, named, bias, condition, gradients=gradients)
 
 
-def _stays(arrangement: Arrangement, load: Load) -> bool:
-    """Whether the loaded tensors keep their values until the result is computed, and need no gradient."""
+def _stays(arrangement: Arrangement, load: Load, *, gradients: bool) -> bool:
+    """Whether a loaded tensor keeps its values until the result is computed, and needs none of the ``gradients``."""
     parts, reader = arrangement.parts, arrangement.parts.reader
     gradient = reader.sources[load.source].needs_grad and parts.needs_grad
-    return reader.stays(load, reader.order[parts.result]) and not gradient
+    return reader.stays(load, reader.order[parts.result]) and (gradients or not gradient)
 
 
 def is_view(reader: Reader, load: Load, groups: tuple[Group, ...]) -> bool:

@@ -32,7 +32,7 @@ from bench.harness import variants as w
 from bench.harness.environment import no_notices
 from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
 from bench.harness.process import Task, in_child
-from bench.harness.programs import Function, Program, Setting, program_of
+from bench.harness.programs import Program, Setting, program_of
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -134,7 +134,7 @@ def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], di
 def _work(shop: w.Workshop, rates: Rates) -> Row:
     program, module = shop.program, shop.module
     # The counter's hooks on modules know no torch.autograd.grad.
-    run = program.call(module.run if isinstance(module, Function) else module, module)
+    run = program.call(module.forward if program.trains else module, module)
     flops = count_flops(run, shop.inputs) * program.kept
     size = moved_bytes((shop.inputs, read_whole(module)), run(*shop.inputs))
     dtype = name_of(program.dtype or shop.inputs[0].dtype)

@@ -71,11 +71,12 @@ class Program:
             return self.reference(*inputs)
         module, _ = self.make(device)
         exact = torch.float64 if self.float64 else torch.float32
-        return self.call(module.to(exact))(*doubled(inputs, exact))
+        module = module.to(exact)
+        return self.call(module, module)(*doubled(inputs, exact))
 
     def call(self, run: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
         """What one call is: the program itself, or a training step of it; ``run`` was made of ``module``."""
-        return step(run) if self.trains else run
+        return step(run, [] if module is None else list(module.parameters())) if self.trains else run
 
     def answer(self, call: Callable[..., Any], inputs: Tensors) -> Any:
         """What is compared with `exact`: what a call returns."""
@@ -90,8 +91,8 @@ def of_function(
     return Program(name, lambda device: (Function(function), inputs(device=device)), hand, **settings)
 
 
-def step(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradients of the inputs that want one, for one and the same gradient of the result."""
+def step(run: Callable[..., Any], parameters: Sequence[nn.Parameter]) -> Callable[..., Any]:
+    """The gradients of the inputs that want one and of parameters, for one and the same gradient of the result."""
     seeds: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def stepped(*inputs: torch.Tensor) -> Tensors:
@@ -100,7 +101,7 @@ def step(run: Callable[..., Any]) -> Callable[..., Any]:
         of = out.shape, out.dtype
         if of not in seeds:  # drawn once: a call is the step alone
             seeds[of] = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-        return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], seeds[of])
+        return torch.autograd.grad(out, [*(x for x in inputs if x.requires_grad), *parameters], seeds[of])
 
     return stepped
 

@@ -19,6 +19,7 @@ import attn_pass
 from attn_pass.measuring.timing import compiled
 from attn_pass.model.dtype_name import dtype_name
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
+from bench.suites.masks import relative_bias
 from bench.suites.spellings import by_hand, call, causal
 
 TITLE = "Training steps"
@@ -26,23 +27,39 @@ FUSED = "compile, attn_pass, fused"
 LOWEST = torch.finfo(torch.float32).min
 
 
+class WithTable(nn.Module):
+    """An attention beside T5's bias, whose table (32, H) is trained."""
+
+    def __init__(self, run: Callable[..., Tensor], heads: int) -> None:
+        super().__init__()
+        self.run, self.table = run, nn.Parameter(torch.randn(32, heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        return self.run(q, k, v, relative_bias(q.size(-2), k.size(-2), self.table), *rest)
+
+
 @dataclass(frozen=True)
 class Form:
     """A program, the shape (B, H, L, D) of its operands, and what else it takes."""
 
     name: str
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor]  # or, with `table`, of the bias that one makes and what else there is
     shape: tuple[int, int, int, int] = (4, 8, 512, 64)
     rest: Callable[[tuple[int, int, int, int]], Tensors] = lambda shape: ()
     dtype: torch.dtype = torch.float32
     draws: bool = False
+    table: bool = False
 
     def make(self, device: str) -> Built:
         """Operands that want gradients, and the rest."""
         torch.manual_seed(0)
         inputs = (*(torch.randn(self.shape, requires_grad=True) for _ in range(3)), *self.rest(self.shape))
-        made = (x.detach().clamp(torch.finfo(self.dtype).min).to(device, self.dtype) for x in inputs)
-        return Function(self.run), tuple(x.requires_grad_(of.requires_grad) for x, of in zip(made, inputs))
+        lowest = torch.finfo(self.dtype).min
+        made = (
+            x.to(device) if x.dtype == torch.bool else x.detach().clamp(lowest).to(device, self.dtype) for x in inputs
+        )
+        module = WithTable(self.run, self.shape[1]).to(device, self.dtype) if self.table else Function(self.run)
+        return module, tuple(x.requires_grad_(of.requires_grad) for x, of in zip(made, inputs))
 
     @property
     def title(self) -> str:
@@ -61,6 +78,23 @@ def padding(shape: tuple[int, int, int, int]) -> Tensors:
 def learned(shape: tuple[int, int, int, int]) -> Tensors:
     """A bias of every head that wants a gradient."""
     return (torch.randn(1, shape[1], shape[2], shape[2], requires_grad=True),)
+
+
+def keeping(shape: tuple[int, int, int, int]) -> Tensors:
+    """The same mask as a boolean one, true where a key is kept."""
+    return (padding(shape)[0] == 0,)
+
+
+def encoder(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
+    """T5's, which adds bias and mask first."""
+    mask = torch.where(keep, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+    return torch.softmax(q @ k.transpose(-1, -2) * q.size(-1) ** -0.5 + (bias + mask), -1) @ v
+
+
+def decoder(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """The same where every row keeps the keys up to its own."""
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    return encoder(q, k, v, bias, keep)
 
 
 def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -92,13 +126,16 @@ FORMS = (
     Form("padded, long", by_hand, LONG, padding),
     Form("padded, dropout 0.1 (BERT)", dropped, rest=padding, draws=True),
     Form("padded, dropout 0.1, long", dropped, LONG, padding, draws=True),
-    Form("learned bias (T5)", by_hand, rest=learned),
+    Form("learned bias", by_hand, rest=learned),
     Form("learned bias, long", by_hand, LONG, learned),
+    Form("T5 encoder, padded", encoder, rest=keeping, table=True),
+    Form("T5 encoder, padded, long", encoder, LONG, keeping, table=True),
+    Form("T5 decoder, long", decoder, LONG, table=True),
     Form("learned bias of windows (Swin)", by_hand, (64, 4, 49, 32), learned),
 )
 IN_BFLOAT16 = (
     *("by hand", "causal by hand, long", "causal, soft cap (Gemma)", "padded, dropout 0.1 (BERT)"),
-    "learned bias, long",
+    *("learned bias, long", "T5 encoder, padded, long", "T5 decoder, long"),
 )
 FORMS += tuple(replace(form, dtype=torch.bfloat16) for form in FORMS if form.name in IN_BFLOAT16)
 

@@ -10,7 +10,7 @@ import pytest
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Expr, Load, apply, index_value, loads, rewrite_indices
 from attn_pass.model.index import Axis, axis_index
-from attn_pass.model.mask import Computed, Keep, Mask
+from attn_pass.model.mask import Apart, Computed, Keep, Mask
 from attn_pass.model.structure import Band, Opaque, Structure
 
 NEG_INF = float("-inf")
@@ -26,6 +26,7 @@ FULL = Mask(
     by_distance=ByDistance(DISTANCE, I, Load(2, (axis_index(DISTANCE),)), Load(3, (axis_index(DISTANCE),))),
     bias_by_distance=ByDistance(DISTANCE, I, Load(6, (axis_index(DISTANCE),)), None),
     computed=Computed(Load(4, (KEY,)), Load(5, (KEY,))),
+    apart=Apart(Load(7, (KEY,)), Keep(apply("le", Load(8, (KEY,)), index_value(ROW)), NEG_INF, is_added=True)),
 )
 
 
@@ -77,7 +78,7 @@ def test_by_distance_is_named_if_the_structure_is_not_all() -> None:
 
 def test_rewriting_leaves_no_expression_behind() -> None:
     every = list(expressions(FULL))
-    assert len(every) == 7 and {x.source for e in every for x in loads(e)} == {0, 1, 2, 3, 4, 5, 6}
+    assert len(every) == 9 and {x.source for e in every for x in loads(e)} == set(range(9))
     moved = FULL.rewritten(lambda e: Load(9, ()))
     assert set(expressions(moved)) == {Load(9, ())} and len(list(expressions(moved))) == 7
     assert (moved.fills, moved.structure, moved.never_empty) == (FULL.fills, FULL.structure, FULL.never_empty)

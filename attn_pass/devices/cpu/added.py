@@ -35,7 +35,10 @@ def is_alone(a: Attention) -> bool:
 
 def distances_of(a: Attention) -> ByDistance | None:
     """What is added, over distances, if it depends on ``key - row`` alone: ALiBi, T5's buckets, decay."""
-    by = a.mask.bias_by_distance if is_alone(a) else a.mask.by_distance
+    whole = a.mask.by_distance
+    if a.needs_grad and a.mask.keep is None and a.mask.apart is None:
+        whole = a.mask.bias_by_distance  # the same, of what may need a gradient
+    by = a.mask.bias_by_distance if is_alone(a) else whole
     if by is None or by.bias is None or not by.is_over(a.rows) or shifts_rows(a):
         return None
     return by

@@ -125,12 +125,12 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     return _CALL_US + device.template_us + max(arithmetic, memory) + mask
 
 
-def in_training(forward: float, a: Attention, problem: Problem) -> float:
+def in_training(forward: float, a: Attention, problem: Problem, *, by_distance: bool) -> float:
     """The forward's time, times how much more the backward adds to it than to the other forms.
 
     Of those, too, only the forward is predicted: forward and backward together take about 3.5 times as long with each.
     """
-    if not wants_mask_gradient(a):
+    if by_distance or not wants_mask_gradient(a):  # the gradient of a vector is no traffic; other forms have a matrix
         return forward
     few, of_few, of_many = _LEARNED[problem.dtype]
     return forward * (of_few if problem.kv_len < few else of_many)

@@ -114,8 +114,8 @@ class CpuKernel:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         if not training.adds_to_empty_rows(attention, setting):
             attention = with_keep(attention)
-        if not attention.needs_grad and not attention.dropout and setting.numerics != "strict":
-            attention = kept_beside_learned(attention) or kept_beside_products(attention) or attention
+        if setting.numerics != "strict":
+            attention = _kept_beside(attention, setting)
         gives_logarithm = _gives_logarithm(attention)
         score, captured = _score(attention)
         fill = training.fill_that_counts(attention, setting)
@@ -163,7 +163,7 @@ class CpuKernel:
         if a.mask.bias is not None:
             optional |= added.arguments(lower, decided.distances, setting)
         if decided.fill is not None:
-            optional["fill"] = decided.fill
+            optional |= {"fill": decided.fill, "fill_is_added": a.mask.keep is not None and a.mask.keep.is_added}
         if a.dropout:
             optional |= {"seed": _drawn_seed(plan, query), "dropout": a.dropout}
         if decided.inspects:
@@ -183,6 +183,14 @@ class CpuKernel:
             return lower.result(plan.call(getitem, both, 0))
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
         return lower.result(plan.call(getitem, both, 0))
+
+
+def _kept_beside(a: Attention, setting: Setting) -> Attention:
+    """The same with bias and mask each for itself, where the program adds or replaces by both, and that may be so."""
+    if not a.needs_grad and not a.dropout:
+        return kept_beside_learned(a) or kept_beside_products(a) or a
+    apart = kept_beside_learned(a)
+    return a if apart is None or refusal(training.CONSTRAINTS, Attended(apart, setting)) is not None else apart
 
 
 def _has_heads(c: HasAttention) -> bool:
@@ -326,7 +334,8 @@ def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
     if skips and setting.blocks is not None:
         share = min(share, _share_of(setting.blocks, a, problem, setting))
     forward = cost.microseconds(a, problem, setting.device, share)
-    return cost.in_training(forward, a, problem) if a.needs_grad else forward
+    by_distance = decided.distances is not None
+    return cost.in_training(forward, a, problem, by_distance=by_distance) if a.needs_grad else forward
 
 
 def _share_of(blocks: Blocks, a: Attention, problem: Problem, setting: Setting) -> float:

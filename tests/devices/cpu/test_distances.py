@@ -78,9 +78,45 @@ def test_gradients_are_those_beside_the_matrix() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_they_have_no_gradient() -> None:
-    out = FORWARD(*qkv(2, 4, 5, 7), 0.3, distances=randn(1, 4, 1, 11, grad=True))[0]
-    with pytest.raises(NotImplementedError, match="distances have no gradient"):
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(1, 1), (1, 70), (70, 1), (3, 200), (37, 101), (130, 70), (100, 600), (600, 100)]
+)
+def test_their_gradient_is_the_matrix_s_summed_over_diagonals(rows: int, keys: int, dtype: torch.dtype) -> None:
+    """Of a head each, of all heads, and of each sequence; with keys that a bound and -inf mask."""
+    for number, (batch, heads, of) in enumerate(((1, 1, torch.float32), (2, 4, dtype), (2, 1, dtype), (1, 4, dtype))):
+        vector = randn(batch, heads, 1, rows + keys - 1, seed=number)
+        vector[..., 1::7] = NEG_INF
+        vector = vector.to(of)
+        optional: dict[str, Any] = {"after": keys - rows, "fully_masked": "zero"} if number % 2 else {}
+        if number == 2:
+            optional["score"] = "mul(number(3.0f), tanh(x))"
+        results = []
+        for name in ("distances", "bias"):
+            added = vector.clone().requires_grad_()
+            operands = qkv(2, 4, rows, keys, 24, kv_heads=2, dtype=dtype, grad=True)
+            given = {name: added if name == "distances" else as_matrix(added.double(), rows, keys).float()}
+            out = FORWARD(*operands, 0.3, **given, **optional)[0]
+            (out.float() * randn(*out.shape, seed=9)).sum().backward()
+            results.append([x.grad for x in (*operands, added)])
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other)
+
+
+def test_their_gradient_is_the_same_with_any_number_of_threads() -> None:
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        distances = randn(1, 1, 1, 130 + 700 - 1, grad=True)
+        FORWARD(*qkv(2, 4, 130, 700, grad=True), 0.3, distances=distances)[0].sum().backward()
+        results.append(distances.grad)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_beside_packed_rows_they_have_no_gradient() -> None:
+    offsets = torch.tensor([0, 2, 5])
+    out = FORWARD(*qkv(1, 4, 5, 5), 0.3, offsets=offsets, distances=randn(1, 4, 1, 5, grad=True))[0]
+    with pytest.raises(NotImplementedError, match="beside packed rows a bias"):
         out.sum().backward()
 
 

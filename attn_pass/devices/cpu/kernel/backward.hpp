@@ -15,9 +15,11 @@ struct Back {
   i64 elements[1 + CAPTURED], parts[1 + CAPTURED], part_stride[1 + CAPTURED][3];  // by part of batch, heads and keys
   float* dq;  // (splits, B, H, padded, ldq); null where there is one split
   void* sums[1 + CAPTURED];
+  bool by_distance;  // whether the bias is; its gradient is summed up over L + S - 1 distances then
   size_t at_keys, at_values, at_rows, at_dk, at_dv, at_q, at_q_pairs, at_grad, at_grad_pairs, at_s, at_g, at_pairs, at_weights, at_gradients, at_dq, at_left,
       at_mean, at_room;
   Parts parts_of_task;
+  i64 origin(int t) const { return t == 0 && by_distance ? a.L - 1 : 0; }  // where what belongs to row 0 and key 0 is
 };
 
 // ---- what a row's gradient begins with
@@ -307,7 +309,7 @@ template <class T> void back_task(const void* job, i64 task) {
   Gradients all = j.all;
   for (int t = 0; t <= CAPTURED; ++t) {
     const i64* s = j.part_stride[t];
-    if (j.sums[t]) all.sums[t].data = static_cast<float*>(j.sums[t]) + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t];
+    if (j.sums[t]) all.sums[t].data = static_cast<float*>(j.sums[t]) + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t] + j.origin(t);
   }
   const i64 heads = j.a.HK, first_b = bp * j.a.B / j.batch_parts, first_h = hp * heads / j.head_parts;
   const i64 end_b = (bp + 1) * j.a.B / j.batch_parts, end_h = (hp + 1) * heads / j.head_parts;
@@ -376,8 +378,9 @@ inline void divide(Back& j) {
   for (int t = 0; t <= CAPTURED; ++t) {
     j.elements[t] = 0;
     if (!j.given.summed[t].data) continue;
-    j.elements[t] = 1;
-    for (int d = 0; d < 4; ++d) j.elements[t] *= j.given.summed[t].stride[d] ? sizes[d] : 1;
+    const bool on_diagonals = t == 0 && j.by_distance;
+    j.elements[t] = on_diagonals ? std::max<i64>(0, a.L + a.S - 1) : 1;
+    for (int d = 0; d < (on_diagonals ? 2 : 4); ++d) j.elements[t] *= j.given.summed[t].stride[d] ? sizes[d] : 1;
     if (!j.given.summed[t].stride[0]) most = std::max(most, j.elements[t]);
     if (!j.given.summed[t].stride[1]) heads_are_summed = heads_are_summed || j.elements[t] * a.HK > PARTIAL;
   }
@@ -391,7 +394,7 @@ inline void divide(Back& j) {
   for (int t = 0; t <= CAPTURED; ++t) {
     if (!j.elements[t]) continue;
     const i64* s = j.given.summed[t].stride;
-    const i64 by_keys = s[3] ? 1 : j.splits, by_heads = s[1] ? 1 : j.head_parts, by_batch = s[0] ? 1 : j.batch_parts;
+    const i64 by_keys = s[3] && s[2] >= 0 ? 1 : j.splits, by_heads = s[1] ? 1 : j.head_parts, by_batch = s[0] ? 1 : j.batch_parts;
     j.parts[t] = by_keys * by_heads * by_batch;
     j.part_stride[t][2] = by_keys > 1, j.part_stride[t][1] = by_heads > 1 ? by_keys : 0, j.part_stride[t][0] = by_batch > 1 ? by_keys * by_heads : 0;
   }
@@ -434,6 +437,7 @@ template <class T> void backward_whole(const BackwardArgs& given) {
   j.packed_columns = round_up(j.columns, W), j.packed_values = round_up(j.value_columns, W);
   j.ldq = round_up(a.D, W), j.ldv = round_up(a.DV, W);
   j.padded = round_up(a.L, 6);
+  j.by_distance = given.summed[0].data && given.summed[0].stride[2] < 0;
   j.key_panel = j.packed_columns * PANEL, j.value_panel = j.packed_values * PANEL, j.row_panel = PANEL / T::PER_COLUMN * j.ldq;
   divide(j);
   lay_out<T>(j);
@@ -445,7 +449,7 @@ template <class T> void backward_whole(const BackwardArgs& given) {
   for (int t = 0; t <= CAPTURED; ++t) {
     const i32 type = t ? i32(FLOAT32) : a.bias_type;
     const i64* s = given.summed[t].stride;
-    const bool once = (s[0] || a.B == 1) && (s[1] || a.H == 1) && s[2] && s[3];
+    const bool once = (s[0] || a.B == 1) && (s[1] || a.H == 1) && s[2] > 0 && s[3];
     lies_apart[t] = j.elements[t] && (j.parts[t] > 1 || (type != FLOAT32 && !once));
     j.all.sums[t].type = lies_apart[t] ? i32(FLOAT32) : type;
     sums[t] = lies_apart[t] ? call.add(size_t(j.parts[t] * j.elements[t]) * 4) : 0;

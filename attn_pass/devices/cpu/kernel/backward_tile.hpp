@@ -8,7 +8,8 @@ struct Left {
   float top, share, delta;  // share: 1 over the sum of exponentials, 0 where no key is kept
 };
 
-// Where the gradient of a bias, or of what a score function captures, is summed up; null where it is not wanted.
+// Where the gradient of a bias, or of what a score function captures, is summed up; null where it is not wanted. Of a bias
+// by distance that is one vector for all rows, in which every row begins one element before the row above it.
 struct Sums {
   void* data;
   i64 stride[4];
@@ -17,7 +18,7 @@ struct Sums {
   char* row(const Row& r, i64 key) const {
     return static_cast<char*>(data) + (r.b * stride[0] + r.h * stride[1] + r.i * stride[2] + key) * (type == FLOAT32 ? 4 : 2);
   }
-  bool is_matrix() const { return data && stride[2] && stride[3]; }
+  bool is_matrix() const { return data && stride[2] > 0 && stride[3]; }
 };
 
 struct Gradients {
@@ -108,7 +109,8 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
   const vec share = Isa::set1(left.share), zero = Isa::zero();
   const vec of_left = Isa::set1(j.dropout.factor), fill = Isa::set1(a.fill);
   const u64 drawn = a.seed ? left_word(j.dropout, a.first_head + row.b * a.H + row.h, row.i, key) : ~u64(0);
-  const u64 passing = a.replaces ? word & kept_by_tensor(a, row, key) : word;  // a score that was replaced passes no gradient on
+  const u64 kept = a.replaces ? word & kept_by_tensor(a, row, key) : word;
+  const u64 passing = a.replaces == 2 ? word : kept;  // a score that was replaced passes no gradient on
   vec delta = Isa::set1(-left.delta), total = zero;
 #ifdef ATTN_SCORE
   vec totals[CAPTURED];
@@ -122,7 +124,7 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
 #else
     vec score = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
 #endif
-    if (a.replaces) score = Isa::keep(u32(passing >> n), score, fill);
+    if (a.replaces) score = Isa::keep(u32(kept >> n), score, fill);
     const vec e = exp2_of<T::DEGREE>(Isa::mul(Isa::add(score, top), factor));
     return Isa::keep(u32(word >> n), Isa::mul(e, share), zero);
   };

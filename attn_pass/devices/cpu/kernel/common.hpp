@@ -96,7 +96,7 @@ struct Args {
   const i64* seed;  // of one number, or null
   double dropout;
   float scale, fill;
-  i32 bias_type, fully_masked, threads, has_score, replaces;
+  i32 bias_type, fully_masked, threads, has_score, replaces;  // 1: by the fill; 2: with the fill added, which absorbs the score
 };
 
 // A tensor that is written.
@@ -115,7 +115,9 @@ struct BackwardArgs {
   const float* statistics;  // as the forward wrote it
   Output dq, dk, dv;
   float* sink_rows;  // (B, H, L), contiguous: the gradient of the sink, before it is summed up; or null
-  Output summed[1 + CAPTURED];  // of the bias, in its type, and of what is captured: contiguous, strides 0 where broadcast
+  // Of the bias, in its type, and of what is captured: contiguous, strides 0 where broadcast. Of a bias that is a vector of
+  // L + S - 1 distances for each head the strides of its matrix: -1 from row to row.
+  Output summed[1 + CAPTURED];
 };
 
 constexpr i64 UNBOUNDED = i64(1) << 60;

@@ -83,6 +83,8 @@ class _Filled(Filled):
         if name not in _OPERANDS:
             ones = [V.graph.sizevars.statically_known_equals(s, 1) for s in size]
             stride = [0] * (4 - len(size)) + [0 if one else s for one, s in zip(ones, stride)]
+        if name == "distances":
+            stride[2:] = (-1, 1)  # as `gradients` has it
         return f"args.{member} = {{{at}, {{{', '.join(map(self.number, stride))}}}}};"
 
 
@@ -101,7 +103,7 @@ def _layout(name: str, operands: dict[str, Any]) -> ir.FixedLayout:
         of = operands[_OPERANDS[name][0]]
         return result_layout(of, of.get_size()[3])
     else:
-        of = operands["bias" if name == "bias" else f"captured[{name[8:]}]"]
+        of = operands[f"captured[{name[8:]}]" if name.startswith("captured") else name]
         size, dtype = list(of.get_size()), of.get_dtype()
     return ir.FixedLayout(q.get_device(), dtype, size, ir.FlexibleLayout.contiguous_strides(size))
 

@@ -34,7 +34,8 @@ from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import BACKWARD
 
 # Autograd takes no tensors that are keywords.
-_GIVEN = f"{OPERANDS}, {GIVEN}, float? fill=None, Tensor? seed=None, float dropout=0.0, Tensor? offsets=None"
+_FILL = "float? fill=None, bool fill_is_added=False"
+_GIVEN = f"{OPERANDS}, {GIVEN}, {_FILL}, Tensor? seed=None, float dropout=0.0, Tensor? offsets=None"
 NAMES = tuple(part.split("=")[0].split()[-1] for part in _GIVEN.split(", "))
 """The forward's arguments, in order."""
 _OPERANDS = NAMES[:3]
@@ -142,7 +143,8 @@ def _backward(
         dv=_output(outputs.get("value")),
         sink_rows=outputs["sink"].data_ptr() if "sink" in outputs else None,
         summed=(Operand * (1 + MOST_CAPTURED))(
-            _summed(outputs.get("bias")), *(_summed(outputs.get(f"captured{n}")) for n in range(MOST_CAPTURED))
+            _summed_over_rows(outputs["distances"]) if "distances" in outputs else _summed(outputs.get("bias")),
+            *(_summed(outputs.get(f"captured{n}")) for n in range(MOST_CAPTURED)),
         ),
     )
     entry(query.dtype, by_name.get("score", ""), BACKWARD)(ctypes.byref(args))
@@ -165,6 +167,13 @@ def _summed(tensor: Tensor | None) -> Operand:
         return operand(None, ())
     strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
     return Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*[0] * (4 - len(strides)), *strides))
+
+
+def _summed_over_rows(distances: Tensor) -> Operand:
+    """With the strides of the matrix that was added, in which every row begins one element before the row above it."""
+    summed = _summed(distances)
+    summed.stride[2:] = (-1, 1)
+    return summed
 
 
 LIBRARY.impl("attention_forward", _forward, "CPU")
@@ -195,13 +204,11 @@ def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor
     by_name = dict(zip(ctx.names, tensors, strict=False)) | ctx.rest
     by_name["captured"] = tensors[len(ctx.names) :] if ctx.gives_captured else None
     needs = dict(zip(NAMES, ctx.needs_input_grad, strict=False))
-    wanted = [name for name in (*_OPERANDS, "bias", "sink") if needs.get(name)]
+    wanted = [name for name in (*_OPERANDS, "bias", "distances", "sink") if needs.get(name)]
     of_captured = needs.get("captured") or ()
     wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
     if by_name["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
         raise NotImplementedError("beside packed rows a bias, and what a score function reads, have no gradient")
-    if needs.get("distances"):
-        raise NotImplementedError("distances have no gradient: give what is added as a bias")
     if lse_grad is not None and by_name["sink"] is not None:
         raise NotImplementedError("beside a sink, which it does not count, the log-sum-exp has no gradient")
     if grad is None:

@@ -171,6 +171,7 @@ def arguments(
     score: str = "",
     fully_masked: str = "nan",
     fill: float | None = None,
+    fill_is_added: bool = False,
     seed: Tensor | None = None,
     dropout: float = 0.0,
     tables: Sequence[Tensor] | None = None,
@@ -215,7 +216,7 @@ def arguments(
         fully_masked=FULLY_MASKED.index(fully_masked),
         threads=torch.get_num_threads(),
         has_score=bool(score),
-        replaces=fill is not None,
+        replaces=0 if fill is None else 2 if fill_is_added else 1,  # as `common.hpp` numbers them
     )
 
 
@@ -264,12 +265,12 @@ def attention(
             segment's first row; ``bias``, ``captured`` and ``places``, of four dimensions, and ``tables``, of five, are
             read at (n, head, position of the query, position of the key), ``starts``, ``ends`` and ``shift`` at n;
             ``keep`` is (1, 1 or H, 1, L), or (1, 1 or H, L, M), read at (row, position of the key) and M the most rows
-            that a segment has. With gradients ``bias`` and ``captured`` have none.
+            that a segment has. With gradients ``bias``, ``distances`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
         distances: the same where it depends on ``key - row`` alone, instead of ``bias``: (B or 1, H or 1, 1,
             L + S - 1), of which element ``key - row + L - 1`` is added. Beside packed rows an odd number of elements,
-            the middle one for a row's own key, as far as the longest segment reaches. It has no gradient.
+            the middle one for a row's own key, as far as the longest segment reaches.
         tables: up to four tensors in float32 or half precision, broadcastable to (B, H, L, S, M): for each row and key
             one of the M numbers is added to the score. In inference alone. Numbers of a table mask nothing.
         places: for each table which number, from 0 to M - 1: int32, broadcastable to (B, H, L, S).
@@ -279,6 +280,7 @@ def attention(
         score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
         fully_masked: what a fully masked row becomes: "nan", "zero" or the "mean" of all values.
         fill: the score of keys that are not kept, which count with it; then there are no bounds.
+        fill_is_added: the fill absorbs the score it is added to, and does not replace it: its gradient passes.
         seed: (1,), int64: with the place of a weight it says whether the weight is dropped (`dropout.hpp`).
         dropout: the probability of that; the other weights are divided by ``1 - dropout``, and are 0 where that is.
         heads_first: the result is contiguous. In inference alone.

@@ -331,7 +331,7 @@ def numbers_of(operands: dict[str, Any], optional: dict[str, Any]) -> dict[str, 
         "fully_masked": FULLY_MASKED.index(optional.get("fully_masked", "nan")),
         "threads": 0,
         "has_score": int(bool(optional.get("score"))),
-        "replaces": int(optional.get("fill") is not None),
+        "replaces": 0 if optional.get("fill") is None else 2 if optional.get("fill_is_added") else 1,
     }
 
 

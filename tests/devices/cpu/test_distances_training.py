@@ -1,0 +1,234 @@
+"""``distances`` in training: tables of distances and slopes beside masks, whose gradient is a vector, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import qkv, randn, same
+from test_cpu_attention import DTYPES
+from test_cpu_training import trained
+from test_distances import LOWEST, as_matrix, of_keys, slopes
+from torch import Tensor, nn
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.devices.cpu.kernel.gradients import FORWARD
+from attn_pass.entries.transaction import compile_rewritten
+from attn_pass.graph.values import tensor_value
+from attn_pass.targets.base import LEARNED_BIAS
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+Attend = Callable[..., Tensor]
+
+
+class WithTable(nn.Module):
+    """A program with a learned table of distances: 17 rows, as many columns as there are heads."""
+
+    def __init__(self, attend: Attend, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table = nn.Embedding.from_pretrained(randn(17, 4, dtype=dtype), freeze=False)
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        distance = torch.arange(k.size(-2))[None] - torch.arange(q.size(-2))[:, None]
+        near = distance.abs() < 4
+        far = 4 + torch.log(distance.abs().clamp(min=4).float() / 4).long()
+        bucket = torch.where(near, distance.abs(), far.clamp(max=7)) + 8 * (distance > 0)
+        return self.attend(q, k, v, self.table(bucket).permute(2, 0, 1)[None], *rest)
+
+
+def lowest(x: Tensor) -> float:
+    """What masks: the lowest number of the dtype, in float64 that of float32."""
+    return max(torch.finfo(x.dtype).min, LOWEST)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """As T5's decoder has it: bias and mask are added first."""
+    i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+    return (q @ k.mT * 0.3 + (bias + torch.where(j <= i, 0.0, lowest(q)).to(q.dtype))).softmax(-1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    """As its encoder has it."""
+    return (q @ k.mT * 0.3 + (bias + torch.where(pad, 0.0, lowest(q)).to(q.dtype))).softmax(-1) @ v
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias).masked_fill(~pad, lowest(q)).softmax(-1) @ v
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    mask = torch.where(pad, 0.0, lowest(q)).to(q.dtype)
+    return F.dropout((q @ k.mT * 0.3 + (bias + mask)).softmax(-1), 0.25) @ v
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The first sequence keeps all keys, the second some, and the third none."""
+    pad = torch.ones(3, 1, 1, 40, dtype=torch.bool)
+    pad[1, ..., 30:] = False
+    pad[2] = False
+    return [*qkv(3, 4, 40, 40, dtype=dtype, grad=True), pad]
+
+
+def given(fn: Callable[..., Tensor], *operands: Tensor) -> dict[str, Any]:
+    """What the one call of the rewritten graph is given; of tensors the shapes."""
+    calls: list[torch.fx.Node] = []
+
+    def seen(gm: torch.fx.GraphModule, *_: object) -> torch.fx.GraphModule:
+        calls.extend(n for n in gm.graph.nodes if n.target is FORWARD)
+        return gm
+
+    options = attn_pass.Options(choose="fused", targets=("cpu_kernel",))
+    torch._dynamo.reset()
+    torch.compile(fn, backend=lambda gm, inputs: compile_rewritten(gm, inputs, options, seen, "inductor"))(*operands)
+    (call,) = calls
+    values = {name: tensor_value(value) for name, value in call.kwargs.items()}
+    return {name: tuple(x.shape) if x is not None else call.kwargs[name] for name, x in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("attend", "beside"),
+    [
+        (alone, {}),
+        (causal, {"after": 0}),
+        (padded, {"keep": (3, 1, 1, 40), "fill": LOWEST, "fill_is_added": True}),
+        (filled, {"keep": (3, 1, 1, 40), "fill": LOWEST, "fill_is_added": False}),
+    ],
+)
+def test_a_learned_table_is_a_vector(attend: Attend, beside: dict[str, object]) -> None:
+    operands = inputs() if attend in (padded, filled) else inputs()[:3]
+    shapes = given(WithTable(attend), *operands)
+    assert shapes.pop("distances") == (1, 4, 1, 79)
+    shapes.pop("fully_masked")
+    assert shapes == beside
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("attend", [alone, causal, padded, filled])
+def test_its_gradients_are_the_program_s(attend: Attend, dtype: torch.dtype) -> None:
+    operands = inputs(dtype) if attend in (padded, filled) else inputs(dtype)[:3]
+    report = trained(WithTable(attend, dtype), *operands)  # type: ignore[arg-type]
+    assert (LEARNED_BIAS in report.sites[0].assumptions) == (attend in (causal, padded))
+
+
+@pytest.mark.parametrize("attend", [alone, causal, padded])
+def test_lengths_that_are_not_known(attend: Attend) -> None:
+    operands = inputs() if attend is padded else inputs()[:3]
+    trained(WithTable(attend), *operands, dynamic=True)  # type: ignore[arg-type]
+
+
+def test_beside_dropout() -> None:
+    shapes = given(WithTable(dropped), *inputs())
+    assert shapes["distances"] == (1, 4, 1, 79) and shapes["fill_is_added"] and shapes["dropout"] == 0.25
+
+
+@pytest.mark.parametrize(("added", "name"), [(slopes, "distances"), (of_keys, "bias")])
+def test_slopes_beside_a_mask_stay_small(added: Callable[..., Tensor], name: str) -> None:
+    """ALiBi, and BLOOM's number of each valid key: operands are trained, slopes are not."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+        mask = torch.where(pad & (j <= i), 0.0, LOWEST)
+        return (q @ k.mT * 0.3 + (added(i, j, pad) + mask)).softmax(-1) @ v
+
+    assert given(run, *inputs())[name] == {"distances": (1, 4, 1, 79), "bias": (3, 4, 1, 40)}[name]
+    assert LEARNED_BIAS in trained(run, *inputs()).sites[0].assumptions
+
+
+# ---------------------------------------------------------------- look-alikes
+
+
+def weak(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    """A number that leaves something of what it is added to."""
+    return (q @ k.mT * 0.3 + (bias + torch.where(pad, 0.0, -1e4))).softmax(-1) @ v
+
+
+def by_two_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Of pairs of rows: the second has the distances of the first."""
+    return (q @ k.mT * 0.3 + bias[:, :, torch.arange(40) // 2 * 2]).softmax(-1) @ v
+
+
+def times_a_row(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias * torch.arange(40)[:, None] / 40).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [weak, by_two_rows, times_a_row])
+def test_what_is_no_vector_in_training(attend: Attend) -> None:
+    operands = inputs() if attend is weak else inputs()[:3]
+    shapes = given(WithTable(attend), *operands)
+    assert "distances" not in shapes and "fill" not in shapes and shapes["bias"][-2:] == (40, 40)
+    trained(WithTable(attend), *operands)  # type: ignore[arg-type]
+
+
+def test_a_table_that_is_an_input_is_not_taken_apart() -> None:
+    """It may hold numbers that mask."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor, pad: Tensor) -> Tensor:
+        distance = torch.arange(40)[None] - torch.arange(40)[:, None]
+        return padded(q, k, v, table[distance + 39].permute(2, 0, 1)[None], pad)
+
+    *operands, pad = inputs()
+    table = randn(79, 4).index_fill(0, torch.arange(79)[::3], LOWEST).requires_grad_()
+    assert given(run, *operands, table, pad)["bias"] == (3, 4, 40, 40)
+    trained(run, *operands, table, pad)
+
+
+def test_strict_numerics_take_nothing_apart() -> None:
+    with_table = WithTable(padded)
+    report = same(with_table, *inputs(), rewritten=None, grad=True, targets=("cpu_kernel",), numerics="strict")
+    assert all(LEARNED_BIAS not in site.assumptions for site in report.sites)
+
+
+# ---------------------------------------------------------------- the operator
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fill_that_is_added_passes_gradients_on(dtype: torch.dtype) -> None:
+    """In a row of nothing else; where a key is kept, what is masked has a weight of 0."""
+    distances = randn(1, 4, 1, 79, grad=True)
+    *operands, pad = inputs(dtype)
+    bias = as_matrix(distances, 40, 40) + torch.where(pad, 0.0, LOWEST)
+    wanted = (*operands, distances)
+    for out_grad in (randn(3, 4, 40, 16, dtype=dtype), randn(3, 4, 40, 16, dtype=dtype, seed=1)):
+        results = []
+        for optional in ({"distances": distances, "keep": pad, "fill": LOWEST, "fill_is_added": True}, {"bias": bias}):
+            out = FORWARD(*operands, 0.3, **optional)[0]
+            results.append(torch.autograd.grad(out, wanted, out_grad, retain_graph=True))
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other)
+
+
+def test_with_dropout_it_is_the_matrix() -> None:
+    distances, seed = randn(1, 4, 1, 79, grad=True), torch.tensor([7])
+    *operands, pad = inputs()
+    results = []
+    for optional in ({"distances": distances}, {"bias": as_matrix(distances, 40, 40)}):
+        out = FORWARD(*operands, 0.3, keep=pad, fill=LOWEST, fill_is_added=True, seed=seed, dropout=0.25, **optional)[0]
+        results.append((out, *torch.autograd.grad(out.sum(), (*operands, distances))))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attend", [padded, causal])
+def test_compiled(attend: Attend) -> None:
+    module = WithTable(attend)
+    compiled = torch.compile(module, backend=attn_pass.backend, options={"targets": ("cpu_kernel",)}, dynamic=True)
+    for length in (40, 33):
+        operands = [x[..., :length] if x.dtype == torch.bool else x[:, :, :length] for x in inputs()]
+        operands = operands if attend is padded else operands[:3]
+        leaves = (*(x.detach().requires_grad_() for x in operands[:3]), *operands[3:])
+        results = []
+        for run in (compiled, module):
+            out = run(*leaves)
+            results.append((out, *torch.autograd.grad((out * out).sum(), (*leaves[:3], module.table.weight))))
+        for one, other in zip(*results):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
