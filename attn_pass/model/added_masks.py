@@ -65,6 +65,14 @@ def kept_beside_products(a: Attention) -> Attention | None:
     return replace(a, mask=replace(mask, bias=bias, bias_is_learned=True))
 
 
+def over_fewest_axes(a: Attention) -> Attention:
+    """The same with the bias over the axes that it varies over: T5's zeros beside a mask, (1, H, L, S), add none."""
+    bias, deeper = a.mask.bias, a.mask.deep_bias
+    if bias is None or deeper is None or not expression_axes(deeper) < expression_axes(bias):
+        return a
+    return replace(a, mask=replace(a.mask, bias=deeper))
+
+
 def _keep(added: Expr) -> Keep | None:
     """What a matrix of zeros and one other number keeps."""
     values = pieces(added)
@@ -108,13 +116,19 @@ def bias_beside_mask(added: Expr) -> tuple[Expr, Keep] | None:
 
 
 def _is_learned(bias: Expr, a: Attention) -> bool:
-    """Whether a bias is made of learned tables alone, by operations that make no large number of small ones."""
-    parts = list(walk(bias))
-    read = [e for e in parts if isinstance(e, Load)]
-    if not read or any(a.sources[e.source].kind != "table" for e in read):
+    """Whether a bias is made of learned tables alone, by operations that make no large number of small ones.
+
+    A row of a table may be looked up by any number, if that leaves a vector of distances to look up.
+    """
+    if isinstance(bias, Load):
+        return a.sources[bias.source].kind == "table"
+    if not isinstance(bias, Apply):
         return False
-    is_only_added = all(e.op in ("cast", "add", "sub", "neg") for e in parts if isinstance(e, Apply))
-    return is_only_added and all(isinstance(e, Apply | Load) for e in parts)
+    if bias.op == "lookup":
+        table = bias.args[0]
+        is_parameter = isinstance(table, Load) and a.sources[table.source].kind == "parameter"
+        return is_parameter and a.mask.bias_by_distance is not None
+    return bias.op in ("cast", "add", "sub", "neg") and all(_is_learned(e, a) for e in bias.args)
 
 
 def _is_of_products(bias: Expr, a: Attention) -> bool:

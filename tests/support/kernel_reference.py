@@ -39,6 +39,9 @@ def reference(
         scores = of_score(slopes.parsed(given["score"]), q @ k.mT, [x.to(to) for x in given.get("captured") or ()])
     if (bias := given.get("bias")) is not None:
         scores = scores + bias.to(to)
+    if (distances := given.get("distances")) is not None:
+        apart = torch.arange(kv_len) - torch.arange(q_len)[:, None] + q_len - 1
+        scores = scores + distances.to(to)[:, :, 0][:, :, apart]
     for table, place, factor in zip(*(given.get(name) or () for name in ("tables", "places", "factors"))):
         numbers = table.to(to).expand(*scores.shape, table.size(-1))
         looked_up = numbers.gather(-1, place.long().expand(scores.shape)[..., None])[..., 0]
@@ -67,7 +70,10 @@ def reference(
     if given.get("keep") is not None:
         kept = kept & given["keep"]
     fill, dropped = given.get("fill"), given.get("dropout", 0.0)
-    scores = torch.where(kept, scores, float("-inf") if fill is None else fill)
+    if given.get("fill_is_added"):
+        scores = scores + torch.where(kept, torch.zeros((), dtype=to), fill)
+    else:
+        scores = torch.where(kept, scores, float("-inf") if fill is None else fill)
     stays = torch.ones(()) if not dropped else left(given["seed"], dropped, tuple(scores.shape))
     stays = stays.to(to) / (1 - dropped) if dropped < 1 else torch.zeros(())
     kept = kept if fill is None else torch.ones_like(kept)

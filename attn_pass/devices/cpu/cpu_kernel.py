@@ -23,11 +23,11 @@ the kernel; their other inputs, such as tables or conditions, are passed as tens
 row. If the scores' log-sum-exp is needed as well, it is the kernel's second result.
 
 In training the backward recomputes the weights from statistics that the forward stores for each row. It computes the
-gradients of query, key and value, of an added matrix (summed over the axes along which it is broadcast), of a sink, and
-of all tensors that a score function reads. The order of summation depends only on the sizes, so gradients are the same
-for any number of threads. A row that is fully masked by a finite number has eager's gradients. Dropout is drawn inside
-the kernel from a seed of torch's generator: the random numbers differ from eager's, but are the same in forward and
-backward.
+gradients of query, key and value, of an added matrix (summed over the axes along which it is broadcast) or of a vector
+of distances (summed along diagonals), of a sink, and of all tensors that a score function reads. The order of summation
+depends only on the sizes, so gradients are the same for any number of threads. A row that is fully masked by a finite
+number has eager's gradients. Dropout is drawn inside the kernel from a seed of torch's generator: the random numbers
+differ from eager's, but are the same in forward and backward.
 
 Offers in inference, and in training and with dropout under ``torch.compile``, in float32, bfloat16 and float16. Where
 Inductor does not compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names
@@ -50,7 +50,7 @@ from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.graph.truth import through_bytes
-from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
+from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products, over_fewest_axes
 from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.dtype_name import dtype_name
@@ -190,7 +190,9 @@ def _kept_beside(a: Attention, setting: Setting) -> Attention:
     if not a.needs_grad and not a.dropout:
         return kept_beside_learned(a) or kept_beside_products(a) or a
     apart = kept_beside_learned(a)
-    return a if apart is None or refusal(training.CONSTRAINTS, Attended(apart, setting)) is not None else apart
+    if apart is not None and refusal(training.CONSTRAINTS, Attended(apart, setting)) is None:
+        return apart
+    return over_fewest_axes(a)
 
 
 def _has_heads(c: HasAttention) -> bool:

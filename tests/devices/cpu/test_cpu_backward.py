@@ -16,22 +16,39 @@ from torch import Tensor
 from attn_pass.devices.cpu.kernel import operator, slopes
 from attn_pass.devices.cpu.kernel.gradients import BACKWARD_OPERATOR, FORWARD
 
+LOWEST = torch.finfo(torch.float32).min
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # or twice eager's; of the largest, or of 1
 
 
 def leaves(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], wide: bool) -> dict[str, Tensor]:
     """All that has a gradient, as leaves of a graph."""
     named = dict(zip(("query", "key", "value"), operands, strict=True))
-    named |= {name: given[name] for name in ("bias", "sink") if name in given}
+    named |= {name: given[name] for name in ("bias", "distances", "sink") if name in given}
     named |= {f"captured{n}": x for n, x in enumerate(given.get("captured", ())) if n == 0}  # 1 is a condition
     return {name: (x.double() if wide else x).detach().requires_grad_() for name, x in named.items()}
+
+
+def by_distance(rng: random.Random, query: Tensor, key: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """The call, perhaps with a vector of distances in the place of its bias."""
+    if "bias" not in given and rng.random() < 0.7:
+        return given
+    batch, heads, q_len, _ = query.shape
+    shape = (rng.choice((1, batch)), rng.choice((1, heads)), 1, q_len + key.size(2) - 1)
+    made = torch.randn(shape)
+    if rng.random() < 0.3:
+        made = made.masked_fill(torch.rand(shape) < 0.3, float("-inf"))
+    return {name: x for name, x in given.items() if name != "bias"} | {
+        "distances": made.to(rng.choice((torch.float32, query.dtype)))
+    }
 
 
 def dropped_or_filled(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
     """The call with dropout, or with a fill in the place of bounds, or both; or as it is."""
     if rng.random() < 0.3:
         given = {name: x for name, x in given.items() if name not in (*operator.NUMBERS, *operator.BOUNDS)}
-        given["fill"] = rng.choice((-1e9, -3.0, torch.finfo(torch.float32).min))
+        given["fill"] = rng.choice((-1e9, -3.0, LOWEST))
+        masks = any(x.isinf().any() for x in (given.get("bias"), given.get("distances")) if x is not None)
+        given["fill_is_added"] = given["fill"] == LOWEST and not masks and rng.random() < 0.7
     if rng.random() < 0.4:
         given = given | {"dropout": rng.choice((0.1, 0.5, 1.0)), "seed": torch.randint(1 << 62, (1,))}
         given["fully_masked"] = "zero"
@@ -67,6 +84,8 @@ def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> 
     torch.manual_seed(seed)
     for n in range(count):
         (*operands, scale), given = draw(rng, dtype, scored)
+        if n % 2:
+            given = by_distance(rng, *operands[:2], given)
         given = dropped_or_filled(rng, given)
         query, value = operands[0], operands[2]
         upstream = [torch.randn(*query.shape[:3], value.size(3)).to(dtype)]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import qkv, randn, same
 from test_cpu_attention import DTYPES
+from test_cpu_kernel import kernel_calls
 from test_cpu_training import trained
 from test_distances import LOWEST, as_matrix, of_keys, slopes
 from torch import Tensor, nn
@@ -143,6 +144,31 @@ def test_slopes_beside_a_mask_stay_small(added: Callable[..., Tensor], name: str
     assert LEARNED_BIAS in trained(run, *inputs()).sites[0].assumptions
 
 
+class WithClamped(WithTable):
+    """Looked up by a whole number alone, without T5's logarithm."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        distance = torch.arange(k.size(-2))[None] - torch.arange(q.size(-2))[:, None]
+        return self.attend(q, k, v, self.table(distance.clamp(-8, 8) + 8).permute(2, 0, 1)[None], *rest)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_table_of_clamped_distances(grad: bool) -> None:
+    operands = [x.detach().requires_grad_(grad and x.is_floating_point()) for x in inputs()]
+    if grad:
+        assert given(WithClamped(padded), *operands)["distances"] == (1, 4, 1, 79)
+    else:
+        assert no_matrix(WithClamped(padded).requires_grad_(False), *operands)
+    more = {"rewritten": 1, "grad": grad, "targets": ("cpu_kernel",)}
+    report = same(WithClamped(padded).requires_grad_(grad), *operands, **more)  # type: ignore[arg-type]
+    assert LEARNED_BIAS in report.sites[0].assumptions
+
+
+def no_matrix(fn: Callable[..., Tensor], *operands: Tensor) -> bool:
+    (call,) = kernel_calls(fn, *operands)
+    return "bias" not in call.kwargs and "distances" in call.kwargs
+
+
 # ---------------------------------------------------------------- look-alikes
 
 
@@ -232,3 +258,13 @@ def test_compiled(attend: Attend) -> None:
             results.append((out, *torch.autograd.grad((out * out).sum(), (*leaves[:3], module.table.weight))))
         for one, other in zip(*results):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_zeros_of_all_heads_beside_a_mask_add_no_axes() -> None:
+    """T5's attention to the encoder has a bias of zeros."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        return padded(q, k, v, torch.zeros(1, 4, 40, 40), pad)
+
+    assert given(run, *inputs())["bias"] == (3, 1, 1, 40)
+    trained(run, *inputs(), reference=False)
