@@ -92,7 +92,10 @@ def _absorbs(keep: Keep, a: Attention) -> bool:
 
 
 def bias_beside_mask(added: Expr) -> tuple[Expr, Keep] | None:
-    """The two parts of a sum of a bias and a mask, or of a bias in whose place a fill stands where a key is masked."""
+    """The two parts of a sum of a bias and a mask, or of a bias in whose place a fill stands where a key is masked.
+
+    The latter's fill is not said to be added: it passes a gradient on to the scores, and none to the bias.
+    """
     if not isinstance(added, Apply):
         return None
     if added.op == "cast" and added.dtype is not None and added.dtype.is_floating_point:
@@ -105,7 +108,7 @@ def bias_beside_mask(added: Expr) -> tuple[Expr, Keep] | None:
         one, other = added.args
         for bias, mask in ((one, other), (other, one)):
             if (keep := _keep(mask)) is not None:
-                return bias, keep
+                return bias, replace(keep, is_added=True)
     if added.op == "where":
         condition, yes, no = added.args
         if isinstance(no, Const) and not isinstance(yes, Const):

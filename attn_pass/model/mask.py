@@ -23,7 +23,7 @@ ABSORBING = -1e17  # a number that is added and leaves nothing of a score, up to
 class Keep:
     """Scores are kept where ``condition`` holds and are ``fill`` elsewhere.
 
-    ``is_added``: the fill absorbs a score that it is added to, which passes its gradient on.
+    ``is_added``: the fill absorbs what it is added to, the score and a bias, which pass their gradients on.
     """
 
     condition: Expr

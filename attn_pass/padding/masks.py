@@ -203,6 +203,8 @@ def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     positions, a prefix and chunks for all before one: the kernel counts positions from the first row of a segment.
     """
     kwargs: Mapping[str, Any] = node.kwargs
+    if kwargs.get("fill_is_added") and mask_of(node).added is None:
+        return "what is added to its scores differs from sequence to sequence"
     if not hides_padding(node):
         return "its masked keys still get weight"
     if any(kwargs.get(name) is not None for name in ("shift", "start", "end", "offsets")):

@@ -115,22 +115,30 @@ def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
     computed = _restated(arrangement, named, bias, keep)
     beside = None if bias is None or keep is not None else bias_beside_mask(bias)
     differentiable = computed
-    if beside is not None and computed is None and parts.needs_grad:
+    passes_gradients = parts.needs_grad and _computes_gradients(arrangement)
+    if beside is not None and computed is None and passes_gradients:
         differentiable = _restated(arrangement, named, bias, keep, gradients=True)
-    apart = None if beside is None or differentiable is None else _apart(differentiable.bias)
+    apart = None if beside is None or differentiable is None else _apart(differentiable.bias, learned=computed is None)
     alone = bias if beside is None else None if apart is None else beside[0]
     return replace(
         named,
         by_distance=None if named.structure.is_causal else _by_distance(arrangement, roles, bias, keep),
-        bias_by_distance=_by_distance(arrangement, roles, alone, None, gradients=True),
+        bias_by_distance=_by_distance(arrangement, roles, alone, None, gradients=passes_gradients),
         computed=computed,
         apart=apart,
     )
 
 
-def _apart(bias: Expr | None) -> Apart | None:
+def _apart(bias: Expr | None, *, learned: bool) -> Apart | None:
+    """Bias and mask of a sum; a fill in the place of a bias that is not ``learned`` is as good as one that is added."""
     beside = None if bias is None else bias_beside_mask(bias)
-    return None if beside is None else Apart(beside[0], replace(beside[1], is_added=True))
+    return None if beside is None else Apart(beside[0], replace(beside[1], is_added=beside[1].is_added or not learned))
+
+
+def _computes_gradients(arrangement: Arrangement) -> bool:
+    """Whether all of the program does, so that what is computed of its tensors once more has their gradients."""
+    regions, graph = arrangement.parts.reader.regions, arrangement.parts.result.graph
+    return all(regions.of(node).grad_enabled is not False for node in graph.nodes)
 
 
 def _by_distance(

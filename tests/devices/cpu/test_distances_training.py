@@ -186,12 +186,57 @@ def times_a_row(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + bias * torch.arange(40)[:, None] / 40).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("attend", [weak, by_two_rows, times_a_row])
+def in_its_place(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    """The fill is added to the scores and stands in the place of the bias, which gets no gradient there."""
+    return (q @ k.mT * 0.3 + torch.where(pad, bias, LOWEST)).softmax(-1) @ v
+
+
+def filled_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~pad, LOWEST))
+
+
+def taken_off_again(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        less = -0.5 * bias
+    return (q @ k.mT * 0.3 + (bias + less)).softmax(-1) @ v
+
+
+def masked_without_gradients(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, pad: Tensor) -> Tensor:
+    with torch.no_grad():
+        added = bias + torch.where(pad, 0.0, LOWEST)
+    return (q @ k.mT * 0.3 + added).softmax(-1) @ v
+
+
+OF_PADDING = (weak, in_its_place, filled_bias, masked_without_gradients)
+
+
+@pytest.mark.parametrize("attend", [*OF_PADDING, by_two_rows, times_a_row, taken_off_again])
 def test_what_is_no_vector_in_training(attend: Attend) -> None:
-    operands = inputs() if attend is weak else inputs()[:3]
+    operands = inputs() if attend in OF_PADDING else inputs()[:3]
     shapes = given(WithTable(attend), *operands)
     assert "distances" not in shapes and "fill" not in shapes and shapes["bias"][-2:] == (40, 40)
     trained(WithTable(attend), *operands)  # type: ignore[arg-type]
+
+
+def test_a_bias_that_is_computed_without_gradients_has_none() -> None:
+    class Frozen(WithTable):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+            with torch.no_grad():
+                bias = self.table((torch.arange(40)[None] - torch.arange(40)[:, None]).clamp(-8, 8) + 8)
+            return self.attend(q, k, v, bias.permute(2, 0, 1)[None], *rest)
+
+    trained(Frozen(alone), *inputs()[:3])  # type: ignore[arg-type]
+    trained(Frozen(padded), *inputs())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("added", [slopes, of_keys])
+def test_a_fill_in_the_place_of_slopes_is_as_good_as_one_that_is_added(added: Callable[..., Tensor]) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, pad: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+        return (q @ k.mT * 0.3 + torch.where(pad, added(i, j, pad), LOWEST)).softmax(-1) @ v
+
+    assert given(run, *inputs())["fill_is_added"]
+    trained(run, *inputs())
 
 
 def test_a_table_that_is_an_input_is_not_taken_apart() -> None:
