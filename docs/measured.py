@@ -47,7 +47,8 @@ ROWS = (
     Measured("documents of 300, causal, by hand", "variants-cpu", "documents of 300, causal"),
     Measured("no mask, by hand", "variants-cpu", "full"),
     Measured("causal by hand, forward and backward", "training-cpu", "causal by hand, long, 1x8x2048x64"),
-    Measured("a learned bias (T5), forward and backward", "training-cpu", "learned bias (T5), 4x8x512x64"),
+    Measured("a learned bias, forward and backward", "training-cpu", "learned bias, 4x8x512x64"),
+    Measured("T5's encoder, padded, forward and backward", "training-cpu", "T5 encoder, padded, 4x8x512x64"),
     *(
         Measured(f"{name}{dtype}", run, f"{program}{dtype}")
         for run, dtype in (("peers-cpu", ""), ("peers-cpu-bf16", ", bfloat16"))

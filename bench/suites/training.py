@@ -87,7 +87,7 @@ def keeping(shape: tuple[int, int, int, int]) -> Tensors:
 
 def encoder(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
     """T5's, which adds bias and mask first."""
-    mask = torch.where(keep, 0.0, torch.finfo(q.dtype).min).to(q.dtype)
+    mask = torch.where(keep, 0.0, max(torch.finfo(q.dtype).min, LOWEST)).to(q.dtype)
     return torch.softmax(q @ k.transpose(-1, -2) * q.size(-1) ** -0.5 + (bias + mask), -1) @ v
 
 
