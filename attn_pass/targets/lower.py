@@ -123,7 +123,12 @@ class Lowering:
             indices = [self._lower(row, groups), *(self._index(i, groups) for i in table.index[1:])]
             # Beside an index without dimensions the fake result has none (seen in torch 2.11 to 2.13).
             indices = [self._with_dims(i, len(groups)) for i in indices]
-            return self.plan.call(aten.index.Tensor, self.nodes[table.source], indices)
+            dtype, node = self.attention.sources[table.source].dtype, self.nodes[table.source]
+            if not (self.attention.needs_grad and dtype.is_floating_point and dtype.itemsize < 4):
+                return self.plan.call(aten.index.Tensor, node, indices)
+            # Its gradient is a sum over all that is looked up, which the operator's own would add up in half precision.
+            wide = self.plan.call(aten.to.dtype, node, torch.float32)
+            return self.plan.call(aten.to.dtype, self.plan.call(aten.index.Tensor, wide, indices), dtype)
         args = [self._lower(a, groups) for a in expression.args]
         return self._apply(expression, args)
 
