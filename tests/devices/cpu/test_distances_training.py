@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -313,3 +314,14 @@ def test_zeros_of_all_heads_beside_a_mask_add_no_axes() -> None:
 
     assert given(run, *inputs())["bias"] == (3, 1, 1, 40)
     trained(run, *inputs(), reference=False)
+
+
+def test_in_half_precision_the_gradient_of_a_table_is_summed_in_float32() -> None:
+    """What is looked up at 1,999 distances: in bfloat16 sums of so many would be 5 % off."""
+    module = WithTable(alone, torch.bfloat16)
+    operands, upstream = qkv(1, 4, 1000, 1000, 16, dtype=torch.bfloat16), randn(1, 4, 1000, 16)
+    compiled = torch.compile(module, backend=attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",)))
+    (got,) = torch.autograd.grad(compiled(*operands), module.table.weight, upstream.bfloat16())
+    exact = copy.deepcopy(module).double()
+    (wanted,) = torch.autograd.grad(exact(*(x.double() for x in operands)), exact.table.weight, upstream.double())
+    assert (got - wanted).abs().max() < 0.02 * wanted.abs().max()
