@@ -190,11 +190,10 @@ def _kept_beside(a: Attention, setting: Setting) -> Attention:
     if not a.needs_grad and not a.dropout:
         return kept_beside_learned(a) or kept_beside_products(a) or a
     apart = kept_beside_learned(a)
-    if apart is None or refusal(training.CONSTRAINTS, Attended(apart, setting)) is not None:
+    if apart is None or apart.mask.keep is None or refusal(training.CONSTRAINTS, Attended(apart, setting)) is not None:
         return over_fewest_axes(a)
-    keep = apart.mask.keep
-    passes = keep is None or keep.is_added or not training.adds_to_empty_rows(apart, setting)
-    return apart if passes else a
+    passes = apart.mask.keep.is_added or not training.adds_to_empty_rows(apart, setting)
+    return apart if passes else over_fewest_axes(a)
 
 
 def _has_heads(c: HasAttention) -> bool:
