@@ -48,6 +48,11 @@ class Exit:
     seen_as: tuple[Node, ...] = ()
     sites: tuple[Node, ...] = ()
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss, which is the same of the rows that are there alone; ``tensor`` has their labels."""
+        return self.reads == "other than"
+
 
 @dataclass(frozen=True)
 class Surroundings:

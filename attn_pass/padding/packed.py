@@ -27,6 +27,7 @@ from attn_pass.model.mask import ABSORBING
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, Places
+from attn_pass.padding.row_operators import PUT, TAKE
 from attn_pass.padding.rules import first_tensor
 
 aten = torch.ops.aten
@@ -318,6 +319,10 @@ class Packing:
         """A tensor that has positions alone, or sequences alone, with the dimension of rows in the place of those."""
         return self._once((node, None, batch, length), lambda: self._spread(node, batch, length))
 
+    def packed_here(self, node: Node, layout: Layout) -> Node:
+        """The same, which nothing that stands elsewhere has made or will read."""
+        return self._pack(node, layout)
+
     def _once(self, key: Any, make: Callable[[], Node]) -> Node:
         key = (*key, self.emit.region.grad_enabled)  # what is packed under no_grad passes no gradient on
         if key not in self._packed:
@@ -327,11 +332,11 @@ class Packing:
     def _pack(self, node: Node, layout: Layout) -> Node:
         call = self.emit.call
         if layout.merged:
-            return call(aten.index_select.default, node, layout.batch, self.index)
+            return self._take(node, layout.batch)
         node, order = self._rows_first(node, layout)
         rest = self._rest(node)
         flat = call(aten.reshape.default, node, [-1, *rest]) if rest else call(aten.reshape.default, node, [-1])
-        selected = call(aten.index_select.default, flat, 0, self.index)
+        selected = self._take(flat, 0)
         # By a reshape its strides are known not to be 0, which Inductor asks for where products are frozen.
         selected = call(aten.reshape.default, selected, [1, self.count, *rest])
         return self._back(selected, order)
@@ -365,25 +370,37 @@ class Packing:
     def _unpacked(self, node: Node, layout: Layout) -> Node:
         call = self.emit.call
         if layout.merged:
-            gathered = call(aten.index_select.default, node, layout.batch, self._where)
-            shape = [-1 if d == layout.batch else 1 for d in range(len(self.emit.shape(node)))]
-            return self._zeroed(gathered, call(aten.reshape.default, self._flat, shape))
+            return self._put(node, layout.batch)
         node, order = self._rows_first(node, layout)
-        rest = self._rest(node)
-        gathered = call(aten.index_select.default, node, 1, self._where)
-        all_rows = call(aten.reshape.default, gathered, [self.batch, self.length, *rest])
-        there = call(aten.reshape.default, self.there, [self.batch, self.length, *(1 for _ in rest)])
-        return self._back(self._zeroed(all_rows, there), order)
+        all_rows = call(aten.reshape.default, self._put(node, 1), [self.batch, self.length, *self._rest(node)])
+        return self._back(all_rows, order)
+
+    def _take(self, node: Node, dim: int) -> Node:
+        if self._has_gradient(node):
+            return self.emit.call(TAKE, node, self.index, self._place, self._flat, dim)
+        return self.emit.call(aten.index_select.default, node, dim, self.index)
+
+    def _put(self, node: Node, dim: int) -> Node:
+        call = self.emit.call
+        if self._has_gradient(node):
+            return call(PUT, node, self.index, self._place, self._flat, dim)
+        gathered = call(aten.index_select.default, node, dim, self._place)
+        shape = [-1 if d == dim else 1 for d in range(len(self.emit.shape(node)))]
+        return self._zeroed(gathered, call(aten.reshape.default, self._flat, shape))
+
+    def _has_gradient(self, node: Node) -> bool:
+        value = tensor_value(node)
+        return value is not None and value.requires_grad
 
     @cached_property
-    def _where(self) -> Node:
+    def _place(self) -> Node:
         """For every row of the padded tensors the packed row that it is."""
         number = self.emit.call(aten.cumsum.default, self._flat, 0)
         return self.emit.call(aten.clamp_min.default, self.emit.call(aten.sub.Tensor, number, 1), 0)
 
     def prepare(self, spreads: bool, leaves: bool) -> None:
-        """Computes what operands and results need, in front of the region."""
-        for needed, name in ((spreads, "_position_of_row"), (spreads, "_batch_of_row"), (leaves, "_where")):
+        """Computes what operands, results and gradients need, in front of the region."""
+        for needed, name in ((spreads, "_position_of_row"), (spreads, "_batch_of_row"), (leaves, "_place")):
             if needed:
                 getattr(self, name)
 

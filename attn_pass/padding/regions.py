@@ -26,7 +26,7 @@ from attn_pass.padding.exits import FINITE, Surroundings
 from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
-from attn_pass.padding.rules import Rules, first_tensor
+from attn_pass.padding.rules import Rules
 from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, move_masks_up, share_masks
 from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
@@ -170,7 +170,7 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> list[Node]:
     record.exits = tuple(dict.fromkeys(f"{leaving.words}{_location(user)}" for _, user, leaving in exits))
     by_word = any(user.op == "output" for _, user, _ in exits)
     finite = any(leaving.words == FINITE for *_, leaving in exits)
-    assumed = {ASSUMED: by_word, FINITE_ROWS: finite, LEARNED: learned, FINITE_GRADIENTS: _is_trained(proof)}
+    assumed = {ASSUMED: by_word, FINITE_ROWS: finite, LEARNED: learned, FINITE_GRADIENTS: proof.is_trained}
     record.assumptions = tuple(words for words, is_assumed in assumed.items() if is_assumed)
     return [rewrite.new[site] for site in rewrite.whole]
 
@@ -179,7 +179,7 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
     """Why a region that is proved is left as it is; empty where it is not."""
     if not proof.sites:
         return record.stops[0] if record.stops else "its attentions have no rows that could be followed"
-    if graph.options.numerics == "strict" and _is_trained(proof):
+    if graph.options.numerics == "strict" and proof.is_trained:
         return "gradients of rows of padding are not assumed to be finite"
     if not any(is_product(node) for node in proof.layouts):
         return "nothing but the attention itself would run on fewer rows"
@@ -192,14 +192,9 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
 
 def _cost(graph: Graph, proof: Proof) -> Cost:
     device = graph.device(proof.sites[0])
-    chooses = graph.options.linear_layers == "best" and not _is_trained(proof)
+    chooses = graph.options.linear_layers == "best" and not proof.is_trained
     new_rows_us = functools.partial(family_of(device).new_rows_us, chooses=chooses)
     return cost_of(proof, device, graph.sizes.hint, new_rows_us, frozen=bool(graph.gm.meta.get(FOLDS_CONSTANTS)))
-
-
-def _is_trained(proof: Proof) -> bool:
-    """Whether something in a region may have a gradient."""
-    return any(value.requires_grad for n in proof.layouts if (value := first_tensor(n)) is not None)
 
 
 def _stops(trace: Trace, proof: Proof) -> Iterator[str]:

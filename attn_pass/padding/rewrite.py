@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.regions import Regions
-from attn_pass.graph.values import Sizes, fake_value, nodes_in
+from attn_pass.graph.values import Sizes, fake_value, nodes_in, tensor_value
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
 from attn_pass.padding.masks import PER_BATCH, averages, places
@@ -55,19 +55,27 @@ class Rewrite:
         value = first_tensor(first)
         assert value is not None
         replaced: list[tuple[Node, Node, Node]] = []
+        losses: list[tuple[Node, Node]] = []
         with emit.running():
             group, sites = self.proof.group, self.proof.sites
             counted = places(sites), averages(sites), self.least
             packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
-            packing.prepare(self._spreads(region), bool(exits or self.whole or self._adds_rows(region)))
+            leaves = self.whole or self._adds_rows(region) or not all(leaving.is_loss for leaving in exits)
+            packing.prepare(self._spreads(region), bool(leaves or self.proof.is_trained))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
                 with emit.standing(before, node):
                     self.new[node] = self._packed_call(emit, packing, node)
             for node, by_user in self.proof.exits.items():
-                replaced += self._leave(emit, packing, node, sorted(by_user, key=self.order.__getitem__))
+                users = sorted(by_user, key=self.order.__getitem__)
+                of_loss = [user for user in users if by_user[user].is_loss]
+                losses += [(user, self._loss(emit, packing, node, user, by_user[user])) for user in of_loss]
+                replaced += self._leave(emit, packing, node, [user for user in users if user not in of_loss])
         for user, node, unpacked in replaced:
             user.replace_input_with(node, unpacked)
+        for user, on_rows in losses:
+            user.replace_all_uses_with(on_rows)
+            self.gm.graph.erase_node(user)
         for node in reversed(region):
             self.gm.graph.erase_node(node)
 
@@ -85,6 +93,24 @@ class Rewrite:
                         self.new[node], self.proof.layouts[node], like=node
                     )
         return [(user, node, by_grad_mode[self.regions.of(user).grad_enabled]) for user in users]
+
+    def _loss(self, emit: Emitter, packing: Packing, node: Node, user: Node, leaving: Exit) -> Node:
+        """A loss of the rows that are there, and of their labels: the labels of all others are ignored."""
+        layout, labels, result = self.proof.layouts[node], leaving.tensor, tensor_value(user)
+        assert labels is not None and result is not None
+        with emit.standing(user, user):
+            rows, of_rows = self.new[node], packing.packed_here(labels, layout if layout.merged else Layout(0, 1))
+            if not layout.merged:  # (1, C, rows), which torch's losses do not take where the rows are counted
+                rows = emit.call(aten.t.default, emit.call(aten.select.int, rows, 0, 0))
+                of_rows = emit.call(aten.select.int, of_rows, 0, 0)
+            by_name = {node: rows, labels: of_rows}
+            args, kwargs = mapped(user, lambda n: by_name.get(n, n))
+            loss = emit.call(user.target, *args, **kwargs)
+            if not result.dim():
+                return loss
+            if layout.merged:
+                return packing.unpacked(loss, layout, like=user)
+            return packing.unpacked(emit.call(aten.unsqueeze.default, loss, 0), Layout(0, 1), like=user)
 
     def _check(self, region: list[Node], state: Any) -> None:
         """Raises `CannotPackError` where an operation would have to move to where it means something else."""

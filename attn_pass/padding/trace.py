@@ -56,6 +56,11 @@ class Proof:
         """Attentions in it that are called as they were, with all rows in their places."""
         return [*self.crosses, *(n for n in self.sites if is_called_whole(n))]
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether something in it may have a gradient."""
+        return any(value.requires_grad for n in self.layouts if (value := first_tensor(n)) is not None)
+
 
 class Trace:
     """The values whose rows come from, or go to, the attentions of a group."""
