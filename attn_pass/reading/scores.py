@@ -397,7 +397,8 @@ def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     scores = _joined_anew(_without_keep(scores, dtype))
     if scores.bias is None:
         return scores
-    return replace(scores, bias=apply("maximum", scores.bias, bound))
+    is_clamp = expression.args[1] is bound  # what shares the gradient with a bound stands behind it
+    return replace(scores, bias=apply("maximum", *((scores.bias, bound) if is_clamp else (bound, scores.bias))))
 
 
 def _without_keep(scores: Scores, dtype: torch.dtype) -> Scores:

@@ -18,6 +18,9 @@ from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.structure import row_index
 from attn_pass.model.views import Expand, Group, view_steps
 
+_CLAMPS = {"maximum": aten.clamp_min.default, "minimum": aten.clamp_max.default}
+"""Of a tensor and a number that stands second, by how they are read (`reading/pointwise.py`)."""
+
 
 class Lowering:
     """Emits the parts of one attention into one plan."""
@@ -152,6 +155,10 @@ class Lowering:
         if op in COMPARISONS:
             left, right = args
             return call(operation.overload(_is_tensor(right)), self._tensor(left), right)
+        if op in _CLAMPS and self.attention.needs_grad and isinstance(args[1], float):  # the bound has no share
+            tensor, of_bound = self._tensor(args[0]), torch.float64 if self._needs_float64(args[1]) else torch.float32
+            wide = torch.promote_types(fake_of(tensor).dtype, of_bound)
+            return call(_CLAMPS[op], call(aten.to.dtype, tensor, wide), args[1])
         if op in ("maximum", "minimum", "and", "or", "not"):
             tensors = [self._tensor(a) for a in args]
             if len(tensors) == 2 and fake_of(tensors[0]).dtype != fake_of(tensors[1]).dtype and op[0] == "m":

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attn_pass
+from attn_pass.compat import GRADIENT_AT_BOUND
 from attn_pass.targets.base import NONEMPTY_ROWS
 
 LOWEST = torch.finfo(torch.float32).min
@@ -72,6 +73,22 @@ def test_rows_that_an_added_mask_leaves_nothing_of(fill: float) -> None:
     mask[1, :, :, 40:] = fill
     trained(biased, *qkv(2, 4, 17, 70, grad=True), mask)
     trained(biased, *qkv(2, 4, 17, 70, grad=True), mask.requires_grad_())
+
+
+@pytest.mark.skipif(GRADIENT_AT_BOUND[0] != 1, reason="a clamp passes no gradient on at its bound (numerics.md)")
+def test_scores_that_are_clamped_in_rows_that_a_mask_leaves_nothing_of() -> None:
+    """A clamp passes the whole gradient on at its bound, and the larger of two tensors half of it to each."""
+
+    def clamped(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2 + bias + mask).clamp(min=LOWEST).softmax(-1) @ v
+
+    def larger(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        return torch.max(q @ k.mT * 0.2 + bias + mask, torch.tensor(LOWEST)).softmax(-1) @ v
+
+    mask, bias = torch.zeros(2, 1, 17, 70), randn(1, 4, 17, 70, grad=True)
+    mask[:, :, 3:9] = LOWEST
+    trained(clamped, *qkv(2, 4, 17, 70, grad=True), bias, mask)
+    trained(larger, *qkv(2, 4, 17, 70), bias, mask)
 
 
 @pytest.mark.parametrize("promised", [False, True])
