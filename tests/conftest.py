@@ -81,6 +81,7 @@ def pytest_configure() -> None:
 
     _ops.OperatorBase.py_impl = py_impl
     _compute_symbolic_shapes_directly()
+    _leave_methods_of_modules()
     _keep_no_records_of_compiles()
     _optimise_score_functions_less()
 
@@ -115,6 +116,25 @@ def _compute_symbolic_shapes_directly() -> None:
         return remembered(mode, func, types, args, kwargs)
 
     FakeTensorMode._cached_dispatch_impl = dispatch
+
+
+def _leave_methods_of_modules() -> None:
+    """Each trace replaces two methods of all modules, by such as do the same where the tracer is that of operators.
+
+    Each time Python forgets what it knows of thousands of classes.
+    """
+    from torch.fx import _symbolic_trace
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+    general = _symbolic_trace._Patcher.patch_method
+
+    def patch_method(self: Any, owner: type, name: str, method: Any, deduplicate: bool = True) -> Any:
+        variables = dict(zip(method.__code__.co_freevars, method.__closure__ or ()))
+        if owner is torch.nn.Module and type(variables["self"].cell_contents) is PythonKeyTracer:
+            return None
+        return general(self, owner, name, method, deduplicate)
+
+    _symbolic_trace._Patcher.patch_method = patch_method
 
 
 def _keep_no_records_of_compiles() -> None:
