@@ -38,8 +38,8 @@ VIEWS_BYTES_AS_TRUTH: bool = TORCH_VERSION >= (2, 13)
 """Whether Inductor lowers ``aten.view.dtype`` from bytes to truth values; 2.11 raises an error (2.12 was not read)."""
 
 GRADIENT_AT_BOUND: tuple[float, float] = (0.0, 0.5) if TORCH_VERSION >= (2, 14) else (1.0, 1.0)
-"""The share of the gradient that ``clamp`` passes on where a value equals its bound, a number or a tensor (seen in 2.13,
-2.14.1 and 2.15)."""
+"""The share of the gradient that ``clamp`` passes on where a value equals its bound, a number or a tensor (seen in
+2.13, 2.14.1 and 2.15)."""
 
 INDUCTOR_MINIMUM: tuple[int, int] = (2, 11)
 """The oldest torch whose Inductor the entries `backend`, `install`, `enabled` and `aot_compile` are written for."""

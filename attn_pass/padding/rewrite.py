@@ -60,8 +60,8 @@ class Rewrite:
             group, sites = self.proof.group, self.proof.sites
             counted = places(sites), averages(sites), self.least
             packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
-            leaves = self.whole or self._adds_rows(region) or not all(leaving.is_loss for leaving in exits)
-            packing.prepare(self._spreads(region), bool(leaves or self.proof.is_trained))
+            puts_back = exits or self.whole or self._adds_rows(region) or self.proof.is_trained
+            packing.prepare(self._spreads(region), bool(puts_back))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
                 with emit.standing(before, node):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from padded_encoders import Encoder, L, ids, masks
+from padded_encoders import Encoder, L, ids, masks, packed
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import functional as F
@@ -159,3 +159,15 @@ def test_two_losses_of_the_same_labels() -> None:
     assert [r.outcome for r in report.regions] == ["packed"]
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+def test_losses_of_rows_that_are_put_back() -> None:
+    """In inference as well: where each row goes is known in front of both."""
+
+    def losses(model: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        labels = torch.where(mask.bool(), torch.arange(L) % 3, -100).view(-1)
+        one, other = model.head(x).view(-1, 3), model.head(x * 2).view(-1, 3)
+        return F.cross_entropy(one, labels, reduction="none"), F.cross_entropy(other, labels, reduction="none")
+
+    assert "ignores labels" in packed(Encoder(losses, layers=1), masks()[:1]).exits[0]
