@@ -101,8 +101,8 @@ class Rewrite:
         with emit.standing(user, user):
             rows, of_rows = self.new[node], packing.packed_here(labels, layout if layout.merged else Layout(0, 1))
             if not layout.merged:  # (1, C, rows), which torch's losses do not take where the rows are counted
-                rows = emit.call(aten.t.default, emit.call(aten.select.int, rows, 0, 0))
-                of_rows = emit.call(aten.select.int, of_rows, 0, 0)
+                rows = emit.call(aten.t.default, emit.call(aten.squeeze.dim, rows, 0))
+                of_rows = emit.call(aten.squeeze.dim, of_rows, 0)
             by_name = {node: rows, labels: of_rows}
             args, kwargs = mapped(user, lambda n: by_name.get(n, n))
             loss = emit.call(user.target, *args, **kwargs)

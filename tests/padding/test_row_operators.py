@@ -171,3 +171,30 @@ def test_losses_of_rows_that_are_put_back() -> None:
         return F.cross_entropy(one, labels, reduction="none"), F.cross_entropy(other, labels, reduction="none")
 
     assert "ignores labels" in packed(Encoder(losses, layers=1), masks()[:1]).exits[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+@pytest.mark.filterwarnings("error::attn_pass.AttnPassWarning")
+def test_inductor_compiles_the_backward_of_every_loss() -> None:
+    """What it cannot lower runs without it, with a warning."""
+
+    def losses(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        logarithms = model.head(x).log_softmax(-1).transpose(1, 2)
+        labels = torch.where(mask.bool(), torch.arange(L) % 3, -100)
+        each = by_class("none")(model, x, mask).sum() + flat("mean")(model, x, mask)
+        return each + F.nll_loss(logarithms, labels)
+
+    model, words, mask = Encoder(losses, layers=1, eager=False).eval(), ids(), masks()[0]
+    torch._dynamo.reset()
+    options = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+    compiled = torch.compile(model, backend=attn_pass.backend, options=options)
+    gradients = []
+    with attn_pass.record() as report:
+        for run in (compiled, model):
+            model.zero_grad()
+            run(words, mask).backward()
+            gradients.append([p.grad for p in model.parameters()])
+    assert [r.outcome for r in report.regions] == ["packed"]
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
