@@ -257,6 +257,25 @@ def test_a_row_that_keeps_a_key_which_is_no_number_is_none_and_others_are() -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_masks_over_several_blocks_of_rows(dtype: torch.dtype, kv_heads: int) -> None:
+    """Documents, causal, whose masks are read once for 96 rows together, or for heads that share keys row by row."""
+    torch.manual_seed(0)
+    for rows, value_dim in ((95, 8), (96, 24), (97, 40), (200, 72), (290, 104)):
+        sizes = ((4, 48), (kv_heads, 48), (kv_heads, value_dim))
+        query, key, value = (torch.randn(2, heads, rows, dim).to(dtype) for heads, dim in sizes)
+        document = torch.arange(rows) // 70
+        keep = (document[:, None] == document) & (torch.arange(rows) <= torch.arange(rows)[:, None])
+        holes = torch.rand(2, 4, rows, rows) < 0.9
+        for masked in (keep[None, None], keep & holes[:, :1], keep & holes[:1], keep & holes):
+            given = {"keep": masked, "fully_masked": "zero"}
+            expected, expected_lse = reference(query, key, value, 0.2, **given)
+            out, lse = WITH_LSE(query, key, value, 0.2, **given)
+            assert difference(out, expected) <= ERRORS[dtype], (rows, masked.shape)
+            assert difference(lse, expected_lse) <= ERRORS[dtype], (rows, masked.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_few_rows_in_any_number(dtype: torch.dtype) -> None:
     """Panels are read as they lie, or transposed first, by the number of rows: the same comes out."""
     torch.manual_seed(0)

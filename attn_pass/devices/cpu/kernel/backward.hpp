@@ -162,7 +162,7 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
   const i32 *q = reinterpret_cast<i32*>(memory + j.at_q), *grad = reinterpret_cast<i32*>(memory + j.at_grad);
   float *s = reinterpret_cast<float*>(memory + j.at_s), *g = reinterpret_cast<float*>(memory + j.at_g);
   const auto products = [&](const i32* rows, i64 ld, i64 columns, const i32* of_keys, i64 count, float* to) {
-    score_strip<T>(rows, ld, columns, of_keys, there, count, false, to, LDT, nullptr, next);
+    score_strip<T>(rows, ld, columns, of_keys, there, count, false, nullptr, to, LDT, nullptr, next);
   };
   for (i64 x = low; x < high; ++x) {
     for (i64 r = x * 6; r < std::min(x * 6 + 6, block.n); ++r) fetch_row(a, all, block.rows[r], panel.key, there);
@@ -206,7 +206,8 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
     for (i64 x = low; x < high; ++x) {
       if (!(active >> x & 1)) continue;
       for_rows(block.n - x * 6, [&](auto MR) ATTN_LAMBDA {
-        add_values<T::PAIR, MR>(gradients + x * 6 * ldg, ldg, 1, &rows, &columns, j.ldq, dq + x * 6 * j.ldq, j.ldq, a.D, next);
+        const Part part = {gradients + x * 6 * ldg, rows, columns};
+        add_values<T::PAIR, MR>(&part, 1, ldg, j.ldq, dq + x * 6 * j.ldq, j.ldq, a.D, next);
       });
     }
   }
@@ -261,6 +262,7 @@ template <class T> void head_back(const Back& j, const Gradients& of_all, Head h
   Left* left = reinterpret_cast<Left*>(memory + j.at_left);
   float* mean = reinterpret_cast<float*>(memory + j.at_mean);
   look_back<T>(j, b, hk, memory, mean, split == 0 ? j.given.sink_rows : nullptr);
+  const Bounds bounds = bounds_of(a, b);
   const i64 of_head = j.padded * j.ldq;
   float* dq = j.dq ? j.dq + ((split * a.B + b) * a.H + hk * j.group) * of_head : reinterpret_cast<float*>(memory + j.at_dq);
   if (j.given.dq.data) std::memset(dq, 0, size_t(j.group * of_head) * 4);
@@ -281,7 +283,7 @@ template <class T> void head_back(const Back& j, const Gradients& of_all, Head h
         block.first = first, block.n = std::min<i64>(BACK_ROWS, a.L - first), block.b = b, block.h = hk * j.group + g, block.packed = false;
         block.lo = a.S, block.hi = 0;
         for (i64 r = 0; r < block.n; ++r) {
-          block.rows[r] = row_of(a, b, block.h, first + r);
+          block.rows[r] = row_of(a, bounds, b, block.h, first + r);
           if (block.rows[r].hi <= block.rows[r].lo) continue;
           block.lo = std::min(block.lo, block.rows[r].lo), block.hi = std::max(block.hi, block.rows[r].hi);
         }

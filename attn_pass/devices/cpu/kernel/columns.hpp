@@ -134,23 +134,43 @@ struct Ahead {
   }
 };
 
-// ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns), in vectors of V
+// ---- sums of MR rows: NR vectors of columns, and with HALF one of half as many behind them
 template <bool PAIR, class V = Isa, class X> ATTN_INLINE X plus_product(X c, X x, X y) {
   if constexpr (PAIR) return V::dot(c, x, y);
   else return V::fma(x, y, c);
 }
-template <bool PAIR, int MR, int NR, class V = Isa, class Next>
-ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, typename V::vec (&c)[MR][NR], Next& next) {
-  for (i64 k = 0; k < K; ++k) {
-    next.step();
-    typename V::vec b[NR];
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) b[n] = V::load_bits(B + k * ldb + n * V::W);
+template <int MR, int NR, bool HALF = false> struct ProductSums {
+  using Last = std::conditional_t<HALF, Isa::Half, Isa>;
+  vec whole[MR][NR ? NR : 1];
+  typename Last::vec half[MR];
+  ATTN_METHOD ProductSums() {
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m) {
-      const typename V::vec x = V::splat_bits(A + m * lda + k);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) c[m][n] = plus_product<PAIR, V>(c[m][n], x, b[n]);
+      for (int n = 0; n < NR; ++n) whole[m][n] = Isa::zero();
+      if constexpr (HALF) half[m] = Last::zero();
     }
   }
-}
+  // += A (MR rows of columns) times B (K rows of columns).
+  template <bool PAIR, class Next> ATTN_METHOD void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, Next& next) {
+    for (i64 k = 0; k < K; ++k) {
+      next.step();
+      vec b[NR ? NR : 1];
+      typename Last::vec last;
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; ++n) b[n] = Isa::load_bits(B + k * ldb + n * W);
+      if constexpr (HALF) last = Last::load_bits(B + k * ldb + NR * W);
+#pragma GCC unroll 6
+      for (int m = 0; m < MR; ++m) {
+        if constexpr (NR > 0) {
+          const vec x = Isa::splat_bits(A + m * lda + k);
+#pragma GCC unroll 4
+          for (int n = 0; n < NR; ++n) whole[m][n] = plus_product<PAIR>(whole[m][n], x, b[n]);
+          if constexpr (HALF) half[m] = plus_product<PAIR, Last>(half[m], Last::first_of(x), last);
+        } else {
+          half[m] = plus_product<PAIR, Last>(half[m], Last::splat_bits(A + m * lda + k), last);
+        }
+      }
+    }
+  }
+};

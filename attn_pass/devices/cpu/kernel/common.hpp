@@ -219,15 +219,16 @@ inline int threads_for(const Args& a) {
 
 template <int N> using Number = std::integral_constant<int, N>;
 
-inline i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
-inline i64 blocks_of(i64 n, i64 size) { return (n + size - 1) / size; }
+constexpr i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
+constexpr i64 blocks_of(i64 n, i64 size) { return (n + size - 1) / size; }
 
-// The bits of keys [key, key + 64) that lie in [lo, hi).
-inline u64 range_word(i64 lo, i64 hi, i64 key) {
-  const i64 a = lo - key, b = hi - key;
-  if (b <= 0 || a >= 64 || b <= a) return 0;
-  return (b >= 64 ? ~u64(0) : (u64(1) << b) - 1) & (a <= 0 ? ~u64(0) : ~((u64(1) << a) - 1));
+// The lowest n bits of 64; none where n is less, all where it is more.
+inline u64 lowest_bits(i64 n) {
+  n = std::max<i64>(0, std::min<i64>(64, n));
+  return ((u64(1) << (n & 63)) - 1) | (u64(0) - u64(n >> 6));
 }
+// The bits of keys [key, key + 64) that lie in [lo, hi).
+inline u64 range_word(i64 lo, i64 hi, i64 key) { return lowest_bits(hi - key) & ~lowest_bits(lo - key); }
 
 inline float from_bf16(u16 x) {
   const u32 bits = u32(x) << 16;

@@ -47,7 +47,7 @@ ATTN_INLINE vec dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride,
   for (; c < whole; c += W) add(c, Number<1>{}, all);
   const i64 rest = dim - whole * T::PER_COLUMN;
   if (rest) add(whole, Number<1>{}, [&](const auto* at) ATTN_LAMBDA { return some_columns<T>(at, rest); });
-  return Isa::sums(x);
+  return sums_of<W>(x);
 }
 // Those of MR rows and all n keys of a panel.
 template <class T, int MR>
@@ -172,7 +172,7 @@ void panels_in_lanes(const Few& j, const Row* rows, Reach all, i64 b, i64 hk, i6
   const LanesMemory lanes = {reinterpret_cast<i32*>(at(0)), reinterpret_cast<float*>(at(1)), reinterpret_cast<float*>(at(2)),
                              reinterpret_cast<i32*>(at(3)), reinterpret_cast<i32*>(at(4))};
   auto* room = reinterpret_cast<typename T::st*>(memory + j.at_room);
-  RunningLanes of_rows = {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()};
+  RunningLanes of_rows = nothing_yet();
   bool none = true;
   for (i64 w = from; w < to; ++w) {
     if (!keeps_panel(a, rows, j.rows, all, w)) continue;
@@ -213,9 +213,10 @@ template <class T> void part_task(const void* job, i64 task) {
   vec top[FEW + 2];
   const i64 padded = R / 6 * 6 + (R % 6 ? strip_rows(R % 6) : 0);
   i64 lo = a.S, hi = 0, all_lo = 0, all_hi = a.S;
+  const Bounds bounds = bounds_of(a, b);
   for (i64 r = 0; r < R; ++r) {
     const i64 h = hk * j.group + r / a.L, i = r % a.L;
-    rows[r] = row_of(a, b, h, i);
+    rows[r] = row_of(a, bounds, b, h, i);
     lo = std::min(lo, rows[r].lo), hi = std::max(hi, rows[r].hi);
     all_lo = std::max(all_lo, rows[r].lo), all_hi = std::min(all_hi, rows[r].hi);
     const st* from = rows_at<T>(a.q, b, h, i);
@@ -327,7 +328,8 @@ template <class T> void part_task(const void* job, i64 task) {
     Lines next = lines_of<T>(v + PANEL * v_stride, v_stride, more ? PANEL : 0, a.DV, strips * columns * blocks_of(a.DV, WIDE));
     for (i64 r = 0; r < R; r += 6)
       for_rows(R - r, [&](auto MR) ATTN_LAMBDA {
-        add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV, next);
+        const Part part = {weights + r * PANEL, values, columns};
+        add_values<T::PAIR, MR>(&part, 1, PANEL, j.ldv, o + r * j.ldv, j.ldv, a.DV, next);
       });
   }
   if (!j.partial) {

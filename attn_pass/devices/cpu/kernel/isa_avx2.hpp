@@ -39,6 +39,7 @@ struct Isa {
     const __m256i chosen = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(i32(bits)), lanes), lanes);
     return _mm256_blendv_ps(otherwise, a, _mm256_castsi256_ps(chosen));
   }
+  ATTN_INLINE u32 differ(vec a, vec b) { return u32(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ))); }
   ATTN_INLINE u32 above(vec a, vec b) { return u32(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NLE_UQ))); }  // or NaN
 
   ATTN_INLINE vec load_f16(const u16* p) {
@@ -111,10 +112,15 @@ struct Isa {
       x[4 + i] = _mm256_permute2f128_ps(u[i], u[4 + i], 0x31);
     }
   }
-  ATTN_INLINE vec sums(vec (&x)[W]) {  // lane i: the sum of x[i]
-    const vec a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-    const vec b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-    return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  // Lane i: what `join` makes of the lanes of x[i]. Of the first N alone, an even number; other lanes are of any.
+  template <int N, class Join> ATTN_INLINE vec joined(const vec* x, const Join& join) {
+    vec t[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      t[i] = 2 * i < N ? join(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1])) : t[0];
+    const vec a = join(_mm256_shuffle_ps(t[0], t[1], 0x44), _mm256_shuffle_ps(t[0], t[1], 0xee));
+    const vec b = N > 4 ? join(_mm256_shuffle_ps(t[2], t[3], 0x44), _mm256_shuffle_ps(t[2], t[3], 0xee)) : a;
+    return join(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
   }
 
   ATTN_INLINE vec dot(vec c, vec a, vec b) { return fma(a, b, c); }

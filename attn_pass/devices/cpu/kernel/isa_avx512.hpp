@@ -59,6 +59,12 @@ struct Isa {
   ATTN_INLINE void store_f16(u16* p, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+#if ATTN_BF16_DOTS
+  // Numbers below the normal ones become 0, which is what products take them for.
+  ATTN_INLINE void store_bf16(u16* p, vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+  }
+#else
   ATTN_INLINE void store_bf16(u16* p, vec x) {
     const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
@@ -68,6 +74,7 @@ struct Isa {
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
   }
+#endif
   ATTN_INLINE u64 nonzero_bytes(const u8* p) {  // a bit for each of 64
     const __m512i x = _mm512_loadu_si512(p);
     return _mm512_test_epi8_mask(x, x);
@@ -113,34 +120,20 @@ struct Isa {
       x[12 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
     }
   }
-  ATTN_INLINE vec sums(vec (&x)[W]) {  // lane i: the sum of x[i]
+  // Lane i: what `join` makes of the lanes of x[i]. Of the first N alone, an even number; other lanes are of any.
+  template <int N, class Join> ATTN_INLINE vec joined(const vec* x, const Join& join) {
     vec t[8], u[4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i)
-      t[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+      t[i] = 2 * i < N ? join(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1])) : t[0];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
-      u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+      u[i] = 4 * i < N ? join(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))) : u[0];
     }
-    const vec v0 = add(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-    const vec v1 = add(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-    return add(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
-  }
-
-  ATTN_INLINE vec maxima(vec (&x)[W]) {  // lane i: the largest of x[i]
-    vec t[8], u[4];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i)
-      t[i] = max(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
-      u[i] = max(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    const vec v0 = max(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-    const vec v1 = max(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-    return max(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
+    const vec v0 = join(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    const vec v1 = N > 8 ? join(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd)) : v0;
+    return join(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
   }
 
 #if ATTN_BF16_DOTS

@@ -54,6 +54,11 @@ struct Isa {
     const whole lanes = {1, 2, 4, 8}, wanted = {i32(bits), i32(bits), i32(bits), i32(bits)};
     return chosen((wanted & lanes) == lanes, a, otherwise);
   }
+  ATTN_INLINE u32 differ(vec a, vec b) {
+    u32 bits = 0;
+    for (int i = 0; i < W; ++i) bits |= u32(a[i] != b[i]) << i;
+    return bits;
+  }
   ATTN_INLINE u32 above(vec a, vec b) {  // or NaN
     u32 bits = 0;
     for (int i = 0; i < W; ++i) bits |= u32(!(a[i] <= b[i])) << i;
@@ -102,8 +107,12 @@ struct Isa {
         x[j][i] = t;
       }
   }
-  ATTN_INLINE vec sums(vec (&x)[W]) {
-    return vec{reduce_add(x[0]), reduce_add(x[1]), reduce_add(x[2]), reduce_add(x[3])};
+  // Lane i: what `join` makes of the lanes of x[i]. Of the first N alone; other lanes are of any.
+  template <int N, class Join> ATTN_INLINE vec joined(const vec* x, const Join& join) {
+    vec t[W];
+    for (int i = 0; i < W; ++i) t[i] = x[i < N ? i : 0];
+    transpose(t);
+    return join(join(t[0], t[1]), join(t[2], t[3]));
   }
 
   ATTN_INLINE vec dot(vec c, vec a, vec b) { return fma(a, b, c); }

@@ -13,26 +13,35 @@ struct Reach {
   i64 lo, hi;
 };
 ATTN_INLINE i64 round_down(i64 x, i64 size) { return (x >= 0 ? x / size : -((size - 1 - x) / size)) * size; }
-ATTN_INLINE Reach reach_of(const Args& a, i64 b, i64 first, i64 last) {
-  Reach r = {std::max<i64>({0, a.start, a.starts.at(b, 0), first - a.before}),
-             std::min<i64>({a.S, a.end, a.ends.at(b, a.S), std::max<i64>(last + a.after + 1, a.prefix)})};
-  if (a.chunk > 0) {
-    r.lo = std::max<i64>(r.lo, round_down(first + a.chunk_rows, a.chunk) - a.chunk_keys);
-    r.hi = std::min<i64>(r.hi, round_down(last + a.chunk_rows, a.chunk) + a.chunk - a.chunk_keys);
+// What bounds say of a batch entry.
+struct Bounds {
+  Reach all;  // keys that any row may keep
+  i64 shift;  // where its rows begin; as far as that can matter, so that bounds around it can be added
+  i64 before, after, prefix, chunk, chunk_rows, chunk_keys;
+  ATTN_METHOD Reach reach(i64 first, i64 last) const {
+    Reach r = {std::max<i64>(all.lo, first - before), std::min<i64>(all.hi, std::max<i64>(last + after + 1, prefix))};
+    if (chunk > 0) {
+      r.lo = std::max<i64>(r.lo, round_down(first + chunk_rows, chunk) - chunk_keys);
+      r.hi = std::min<i64>(r.hi, round_down(last + chunk_rows, chunk) + chunk - chunk_keys);
+    }
+    return r;
   }
-  return r;
+  ATTN_METHOD Reach of_row(i64 i) const {
+    const Reach r = reach(i + shift, i + shift);
+    return r.hi > r.lo ? r : Reach{0, 0};
+  }
+};
+ATTN_INLINE Bounds bounds_of(const Args& a, i64 b) {
+  const Reach all = {std::max<i64>({0, a.start, a.starts.at(b, 0)}), std::min<i64>({a.S, a.end, a.ends.at(b, a.S)})};
+  const i64 shift = std::max<i64>(-UNBOUNDED / 2, std::min<i64>(UNBOUNDED / 2, a.shift.at(b, 0)));
+  return {all, shift, a.before, a.after, a.prefix, a.chunk, a.chunk_rows, a.chunk_keys};
 }
 
-// Where a batch entry's rows begin; as far as that can matter, so that bounds around it can be added.
-ATTN_INLINE i64 shift_of(const Args& a, i64 b) { return std::max<i64>(-UNBOUNDED / 2, std::min<i64>(UNBOUNDED / 2, a.shift.at(b, 0))); }
-
-ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
+ATTN_INLINE Row row_of(const Args& a, const Bounds& bounds, i64 b, i64 h, i64 i) {
   Row r;
   r.b = b, r.h = h, r.i = i;
-  const i64 position = i + shift_of(a, b);
-  const Reach reach = reach_of(a, b, position, position);
+  const Reach reach = bounds.of_row(i);
   r.lo = reach.lo, r.hi = reach.hi;
-  if (r.hi <= r.lo) r.lo = r.hi = 0;
   const i64* s = a.keep.stride;
   r.keep = a.keep.data ? static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2] : nullptr;
   r.words = nullptr, r.panel = 0, r.step = 1;
@@ -96,29 +105,37 @@ ATTN_INLINE u64 kept_of_panel(const Args& a, const u8* keep, i64 panel) {
 }
 // The words of panels [from, to), read in the order of memory.
 inline void read_words(const Args& a, const u8* keep, i64 from, i64 to, u64* words) {
-  for (i64 panel = from; panel < to; ++panel) words[panel - from] = kept_of_panel(a, keep, panel);
+  i64 panel = from;
+  if (a.keep.stride[3] == 1)
+    for (; panel < std::min(to, a.S / PANEL); ++panel) {
+      __builtin_prefetch(keep + panel * PANEL + 4096);  // the next page, which the processor does not read ahead of
+      words[panel - from] = Isa::nonzero_bytes(keep + panel * PANEL);
+    }
+  for (; panel < to; ++panel) words[panel - from] = kept_of_panel(a, keep, panel);
 }
 // What tensors of truth values say of a panel.
 ATTN_INLINE u64 kept_by_tensor(const Args& a, const Row& r, i64 key) {
   if (r.words) return r.words[(key / PANEL - r.panel) * r.step];
   return r.keep ? kept_of_panel(a, r.keep, key / PANEL) : ~u64(0);
 }
+// What biases say of a panel: keys of which they are above -inf.
+ATTN_INLINE u64 kept_by_bias(const Args& a, const Row& r, i64 key) {
+  const i64 n = std::min<i64>(PANEL, a.S - key);
+  if (a.bias.stride[3] == 1) {  // what the row reads next: rows are too far apart for the processor to see it
+    const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
+    const char* next = static_cast<const char*>(r.bias) + (key + PANEL) * size;
+    for (i64 byte = 0; byte < PANEL * size; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+  }
+  const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+  u64 kept = 0;
+  for (i64 i = 0; i < n; i += W) kept |= u64(Isa::above(bias_at(a, r, key + i, n - i), lowest)) << i;
+  return kept;
+}
 // The keys of a panel that count for a row, a bit each.
 ATTN_INLINE u64 word_of(const Args& a, const Row& r, i64 key) {
   u64 word = range_word(r.lo, r.hi, key);
   if (!word || a.replaces) return word;
   word &= kept_by_tensor(a, r, key);
-  if (r.bias && word) {
-    const i64 n = std::min<i64>(PANEL, a.S - key);
-    if (a.bias.stride[3] == 1) {  // what the row reads next: rows are too far apart for the processor to see it
-      const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
-      const char* next = static_cast<const char*>(r.bias) + (key + PANEL) * size;
-      for (i64 byte = 0; byte < PANEL * size; byte += 64) __builtin_prefetch(next + byte, 0, 2);
-    }
-    const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
-    u64 kept = 0;
-    for (i64 i = 0; i < n; i += W) kept |= u64(Isa::above(bias_at(a, r, key + i, n - i), lowest)) << i;
-    word &= kept;
-  }
+  if (r.bias && word) word &= kept_by_bias(a, r, key);
   return word;
 }

@@ -10,8 +10,11 @@ struct Many {
   i64 group, rows, blocks, panels, columns, packed_columns, ldv, key_panel, value_panel;
   i32 *keys, *values;  // null where a task packs for itself
   u8* finite;
-  u64* words;          // of `keep`, read once in the order of memory: (batch, head, panel, row), where they are not broadcast
-  i64 word_stride[3], word_step;  // of batch, head and row; of panels
+  // Of `keep`, read once in the order of memory: (batch, head, block of rows, panel, row of the block), where they are not
+  // broadcast. A block's lie together: lines that are far apart would share a set of the first cache. Behind them is, by
+  // panel, what some row of the block keeps, and then what all of them do.
+  u64* words;
+  i64 word_rows, word_step, word_stride[3];  // rows that there are, those of a block; of batch, head and block
   size_t at_keys, at_values, at_finite, at_q, at_s, at_o, at_room;
   Parts parts_of_task;
 };
@@ -33,18 +36,22 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
 }
 // Whether a row of a batch entry may keep a key of a panel, before tensors are asked.
 inline bool reaches(const Args& a, i64 b, i64 panel) {
-  const i64 first = shift_of(a, b);
-  const Reach keys = reach_of(a, b, first, first + a.L - 1);
+  const Bounds bounds = bounds_of(a, b);
+  const Reach keys = bounds.reach(bounds.shift, bounds.shift + a.L - 1);
   return panel * PANEL < keys.hi && (panel + 1) * PANEL > keys.lo;
+}
+// A row's word of the first panel; a word of the next lies `word_step` behind it.
+ATTN_INLINE u64* words_of(const Many& j, i64 b, i64 h, i64 i) {
+  u64* words = j.words + b * j.word_stride[0] + h * j.word_stride[1];
+  return j.word_rows == 1 ? words : words + i / ROWS * j.word_stride[2] + i % ROWS;
 }
 // Whether a row of a batch entry may keep a key of a panel. A `keep` that differs from head to head is not looked at.
 inline bool may_keep(const Many& j, i64 b, i64 panel) {
   const Args& a = j.a;
   if (!reaches(a, b, panel)) return false;
   if (!j.words || j.word_stride[1] || a.replaces) return true;
-  const u64* words = j.words + b * j.word_stride[0] + panel * j.word_step;
-  for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)
-    if (words[i * j.word_stride[2]]) return true;
+  for (i64 i = 0; i < j.word_rows; i += ROWS)
+    if (words_of(j, b, 0, i)[j.panels * j.word_step + panel]) return true;
   return false;
 }
 template <class T> void pack_task(const void* job, i64 task) {
@@ -55,24 +62,31 @@ template <class T> void pack_task(const void* job, i64 task) {
   pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, panel, j.keys + task * j.key_panel, j.values + task * j.value_panel, j.finite + task, room);
 }
 
-// Of some rows at a time: their words of a panel are a line of memory.
+// Of a block of rows, some at a time: their words of a panel are a line of memory.
 constexpr i64 WORD_ROWS = 8;
 inline void words_task(const void* job, i64 task) {
   const Many& j = *static_cast<const Many*>(job);
   const Args& a = j.a;
   const i64* s = a.keep.stride;
-  const i64 rows = j.word_step, blocks = blocks_of(rows, WORD_ROWS), heads = s[1] ? a.H : 1;
-  const i64 first = task % blocks * WORD_ROWS, h = task / blocks % heads, b = task / blocks / heads;
-  const i64 n = std::min(WORD_ROWS, rows - first);
-  const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + first * s[2];
-  u64* words = j.words + b * j.word_stride[0] + h * j.word_stride[1] + first;
+  const i64 blocks = blocks_of(j.word_rows, ROWS), heads = s[1] ? a.H : 1;
+  const i64 begin = task % blocks * ROWS, h = task / blocks % heads, b = task / blocks / heads;
+  const i64 end = std::min(begin + ROWS, j.word_rows);
+  u64 *of_block = words_of(j, b, h, begin), *any = of_block + j.panels * j.word_step, *all = any + j.panels;
+  for (i64 p = 0; p < j.panels; ++p) any[p] = 0, all[p] = ~u64(0);
   constexpr i64 PART = 64;
-  for (i64 from = 0; from < j.panels; from += PART) {
-    const i64 count = std::min(PART, j.panels - from);
-    u64 of_row[WORD_ROWS][PART];
-    for (i64 r = 0; r < n; ++r) read_words(a, keep + r * s[2], from, from + count, of_row[r]);
-    for (i64 p = 0; p < count; ++p)
-      for (i64 r = 0; r < n; ++r) words[(from + p) * rows + r] = of_row[r][p];
+  for (i64 first = begin; first < end; first += WORD_ROWS) {
+    const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + first * s[2];
+    const i64 n = std::min(WORD_ROWS, end - first);
+    for (i64 from = 0; from < j.panels; from += PART) {
+      const i64 count = std::min(PART, j.panels - from);
+      u64 of_row[WORD_ROWS][PART];
+      for (i64 r = 0; r < n; ++r) read_words(a, keep + r * s[2], from, from + count, of_row[r]);
+      for (i64 p = 0; p < count; ++p) {
+        u64 *words = of_block + (from + p) * j.word_step + first - begin, some = 0, every = ~u64(0);
+        for (i64 r = 0; r < n; ++r) words[r] = of_row[r][p], some |= of_row[r][p], every &= of_row[r][p];
+        any[from + p] |= some, all[from + p] &= every;
+      }
+    }
   }
 }
 
@@ -83,14 +97,13 @@ struct PanelMask {
 inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel) {
   const Args& a = j.a;
   if (!j.words || a.replaces) return {false, !a.keep.data};
-  u64 any = 0, all = ~u64(0);
-  const i64 at = panel * j.word_step, each = j.word_stride[2] || (j.word_stride[1] && j.group > 1) ? n : 1;
-  if (j.group == 1) {  // words of rows that follow each other
-    const u64* words = rows[0].words + at;
-    for (i64 r = 0; r < each; ++r) any |= words[r], all &= words[r];
-  } else {
-    for (i64 r = 0; r < each; ++r) any |= rows[r].words[at], all &= rows[r].words[at];
+  if (j.group == 1 || (j.word_rows == 1 && !j.word_stride[1])) {  // the rows that were read together
+    const u64* joined = rows[0].words + j.panels * j.word_step + panel;
+    return {!joined[0], !~joined[j.panels]};
   }
+  u64 any = 0, all = ~u64(0);
+  const i64 at = panel * j.word_step;
+  for (i64 r = 0; r < n; ++r) any |= rows[r].words[at], all &= rows[r].words[at];
   return {!any, !~all};
 }
 
@@ -102,25 +115,9 @@ struct Strip {
   i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
   u32 active;                             // panels with kept keys
   u32 careful;                            // of these those whose values are not all finite, and not all rows keep all keys
-  // From which key of a panel on some row keeps keys, of how many there are weights, and columns up to the last that is kept.
-  u8 from[MOST_PANELS], there[MOST_PANELS], columns[MOST_PANELS];
+  // From which key of a panel on there are scores, and how many; of their columns the first that is kept, and one behind the last.
+  u8 from[MOST_PANELS], there[MOST_PANELS], first[MOST_PANELS], columns[MOST_PANELS];
 };
-
-#if ATTN_TILES
-// `rescale` for 16 rows, one in each lane; what is to be taken off their scores in `off`.
-ATTN_INLINE void rescale_strip(RunningLanes& r, vec* tops, float factor, float* o, i64 ld, float* off) {
-  vec by;
-  u32 changed = raise(r, Isa::maxima(*reinterpret_cast<vec(*)[TILE]>(tops)), factor, by);
-  Isa::store(off, taken_off(r));
-  if (!changed) return;
-  float each[TILE];
-  Isa::store(each, by);
-  for (; changed; changed &= changed - 1) {
-    const int i = __builtin_ctz(changed);
-    for (i64 d = 0; d < ld; d += W) Isa::store(o + i * ld + d, Isa::mul(Isa::set1(each[i]), Isa::load(o + i * ld + d)));
-  }
-}
-#endif
 
 // The rows of a strip. A last strip of two would leave most registers empty: it takes two of the strip before.
 template <class T> ATTN_INLINE Strip rows_of_strip(i64 n, i64 count, i64 x) {
@@ -144,23 +141,29 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   constexpr i64 LD = scores_of_row<T>();
 
   Row rows[ROWS + STRIP];
-  Running running[ROWS + STRIP];
   vec top[ROWS + STRIP];
-  u64 words[PANELS][ROWS + STRIP];
+  constexpr i64 LINE_OF_WORDS = round_up(STRIP, 8);  // of a strip, and words beside it, which are written before they are its own
+  u64 words[PANELS][ROWS + LINE_OF_WORDS];
+  i64 los[ROWS + LINE_OF_WORDS] = {}, his[ROWS + LINE_OF_WORDS] = {};  // of `rows`
+  const bool in_lines = j.words && j.group == 1 && j.word_rows > 1;  // whether rows' words of a panel follow each other
   Strip strips[ROWS / STRIP + 1];
+  RunningStrip<STRIP> running[ROWS / STRIP + 1];
+  constexpr i64 LANES = round_up(STRIP, W);  // of a strip
   const i64 count = blocks_of(n, STRIP);
   i64 lo = a.S, hi = 0;
+  const Bounds bounds = bounds_of(a, b);
   i64 g = first / a.L, i = first % a.L;
   for (i64 x = 0; x < count; ++x) {
     Strip& strip = strips[x];
     strip = rows_of_strip<T>(n, count, x);
     strip.lo = a.S, strip.all_hi = a.S;
     for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-      rows[r] = row_of(a, b, hk * j.group + g, i);
+      rows[r] = row_of(a, bounds, b, hk * j.group + g, i);
       if (j.words) {
-        rows[r].words = j.words + b * j.word_stride[0] + (hk * j.group + g) * j.word_stride[1] + i * j.word_stride[2];
+        rows[r].words = words_of(j, b, hk * j.group + g, i);
         rows[r].step = j.word_step;
       }
+      los[r] = rows[r].lo, his[r] = rows[r].hi;
       strip.lo = std::min(strip.lo, rows[r].lo), strip.hi = std::max(strip.hi, rows[r].hi);
       strip.all_lo = std::max(strip.all_lo, rows[r].lo), strip.all_hi = std::min(strip.all_hi, rows[r].hi);
       const st* from = rows_at<T>(a.q, b, hk * j.group + g, i);
@@ -176,9 +179,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   for (i64 r = n; r < padded; ++r) {
     rows[r] = Row{};
     std::memset(q + r * j.packed_columns, 0, size_t(j.packed_columns) * 4);
-    for (i64 p = 0; p < PANELS; ++p) words[p][r] = 0;
   }
-  for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const auto at_row = [&](i64 r) ATTN_LAMBDA { return s + (T::TILES ? r % (2 * STRIP) : r) * LD; };  // in tiles of two strips
   Lines lines[4];  // the result, and what comes next: after a head that is one tile the next head, else rows before these
@@ -196,8 +197,6 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
 
   #if ATTN_TILES
   const std::conditional_t<T::TILES, TilesOfThread, Nothing> tiles{};
-  RunningLanes running_of[ROWS / STRIP + 1];
-  for (i64 x = 0; x < count; ++x) running_of[x] = {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()};
 #endif
   for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
@@ -223,34 +222,44 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     for (i64 x = 0; x < count; ++x) strips[x].active = strips[x].careful = 0;
     for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
 
+    const auto words_of_strip = [&](const Strip& strip, i64 key, u64* out) ATTN_LAMBDA {
+      const i64 r = strip.row;
+      const u64* line = in_lines ? rows[r].words + key / PANEL * j.word_step : nullptr;
+      for (i64 i = 0; i < LINE_OF_WORDS; ++i) out[i] = range_word(los[r + i], his[r + i], key);
+      if (a.replaces) return;
+      if (line) {
+        for (i64 i = 0; i < LINE_OF_WORDS; ++i) out[i] &= line[i];
+      } else if (a.keep.data) {
+        for (i64 i = 0; i < strip.rows; ++i) out[i] &= kept_by_tensor(a, rows[r + i], key);
+      }
+      for (i64 i = 0; i < strip.rows && a.bias.data; ++i)
+        if (out[i]) out[i] &= kept_by_bias(a, rows[r + i], key);
+    };
     const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
       if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
-      i64 from = 0, to = std::min<i64>(PANEL, strip.hi - key);
+      i64 from = 0, first = 0, to = std::min<i64>(PANEL, strip.hi - key);
       // Where products take more keys in a step than there are, scores of keys that do not count would be among the largest.
       bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + to && to % STEP == 0;
       if (full && a.bias.data) full = biases_keep_all(a, rows + strip.row, strip.rows, key);
       if (!full) {
+        words_of_strip(strip, key, words[p] + strip.row);
         u64 any = 0, all = ~u64(0);
-        for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-          words[p][r] = word_of(a, rows[r], key);
-          any |= words[p][r], all &= words[p][r];
-        }
+        for (i64 i = 0; i < strip.rows; ++i) any |= words[p][strip.row + i], all &= words[p][strip.row + i];
         if (!any) return;
         full = !~all;
         if (!full && !finite[p]) strip.careful |= 1u << p;
         if (!a.replaces) {
-          from = __builtin_ctzll(any) / STEP * STEP, to = PANEL - __builtin_clzll(any);
-          for (i64 r = strip.row; r < strip.row + strip.rows; ++r) words[p][r] >>= from;  // from here on
+          first = __builtin_ctzll(any), from = first / STEP * STEP, to = PANEL - __builtin_clzll(any);
+          for (i64 i = 0; i < LINE_OF_WORDS; ++i) words[p][strip.row + i] >>= from;  // from here on
         }
       }
       strip.active |= 1u << p;
       const i64 r = strip.row, there = round_up(to - from, STEP);
-      strip.from[p] = u8(from), strip.there[p] = u8(whole_steps(there)), strip.columns[p] = u8(blocks_of(to - from, T::PER_COLUMN));
+      strip.from[p] = u8(from), strip.there[p] = u8(there);
+      strip.first[p] = u8((first - from) / T::PER_COLUMN), strip.columns[p] = u8(blocks_of(to - from, T::PER_COLUMN));
       score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p] + from, key + from, there, rows + r, strip.rows,
                     words[p] + r, full, at_row(r) + p * PANEL, LD, top + r, ahead);
-      if (there % (2 * W))
-        for (i64 i = 0; i < strip.rows; ++i) Isa::store(at_row(r + i) + p * PANEL + there, Isa::set1(-std::numeric_limits<float>::infinity()));
     };
     const auto weigh_panel = [&](const Strip& strip, i64 r, i64 p, float off, vec sum) ATTN_LAMBDA {
       const i64 from = strip.from[p], there = strip.there[p];
@@ -275,11 +284,11 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         const i64 r = strip.row;
         const u32 plain = strip.active & ~strip.careful;
         const i32* weights = reinterpret_cast<const i32*>(at_row(r));
-        float off[TILE];
-        vec sum[TILE];
+        float off[LANES];
+        vec sum[LANES];
         if (strip.active) {
           for (vec& each : sum) each = Isa::zero();
-          rescale_strip(running_of[x], top + r, j.scale.factor, o + r * j.ldv, j.ldv, off);
+          running[x].rescale(top + r, strip.rows, j.scale.factor, o + r * j.ldv, j.ldv, off);
         }
         if (plain) load_results(o + r * j.ldv, j.ldv, j.ldv);
         for (i64 p = 0; p < panels; ++p) {
@@ -298,7 +307,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
           store_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
         }
         for (u32 m = strip.active & strip.careful; m; m &= m - 1) add_kept_of(strip, __builtin_ctz(m));
-        if (strip.active) running_of[x].sum = Isa::add(running_of[x].sum, Isa::sums(sum));
+        if (strip.active) running[x].add(sum);
       }
     };
     if constexpr (T::TILES) {
@@ -311,12 +320,13 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     for (i64 x = 0; x < count; ++x) {
       const Strip& strip = strips[x];
       if (!strip.active) continue;
-      for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-        const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
-        vec sum = Isa::zero();
-        for (u32 m = strip.active; m; m &= m - 1) sum = weigh_panel(strip, r, __builtin_ctz(m), off, sum);
-        running[r].sum += Isa::reduce_add(sum);
-      }
+      float off[LANES];
+      vec sum[LANES];
+      running[x].rescale(top + strip.row, strip.rows, j.scale.factor, o + strip.row * j.ldv, j.ldv, off);
+      for (vec& each : sum) each = Isa::zero();
+      for (i64 i = 0; i < strip.rows; ++i)
+        for (u32 m = strip.active; m; m &= m - 1) sum[i] = weigh_panel(strip, strip.row + i, __builtin_ctz(m), off[i], sum[i]);
+      running[x].add(sum);
       for (i64 r = strip.row + strip.rows; r < strip.row + strip_rows(strip.rows); ++r)
         for (u32 m = strip.active; m; m &= m - 1) std::memset(at_row(r) + __builtin_ctz(m) * PANEL, 0, PANEL * 4);
     }
@@ -326,25 +336,25 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         const u32 now = (strip.active >> p) & ((1u << AHEAD_OF_STORES) - 1), plain = now & ~(strip.careful >> p);
         for (u32 m = now & ~plain; m; m &= m - 1) add_kept_of(strip, p + __builtin_ctz(m));
         if (!plain) continue;
-        const i64 r = strip.row;
-        const i32* first_values[AHEAD_OF_STORES];
-        i64 counts[AHEAD_OF_STORES];
+        Part parts[AHEAD_OF_STORES], *end = parts;
         for (u32 m = plain; m; m &= m - 1) {
-          const int at = __builtin_ctz(m);
-          first_values[at] = values_of(strip, p + at), counts[at] = strip.columns[p + at];
+          const i64 at = p + __builtin_ctz(m), first = strip.first[at];
+          const i32* weights = reinterpret_cast<const i32*>(at_row(strip.row)) + at * PANEL;
+          *end++ = {weights + first, values_of(strip, at) + first * j.ldv, strip.columns[at] - first};
         }
         for_rows(strip.rows, [&](auto MR) ATTN_LAMBDA {
-          add_values<T::PAIR, MR>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, LD, plain, first_values, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
+          add_values<T::PAIR, MR>(parts, end - parts, LD, j.ldv, o + strip.row * j.ldv, j.ldv, a.DV, ahead);
         });
       }
   }
-#if ATTN_TILES
-  if constexpr (T::TILES)
-    for (i64 x = 0; x < count; ++x) give(running_of[x], running + x * STRIP, STRIP);
-#endif
   const st* mean_row = nullptr;
-  for (i64 r = 0; r < n; ++r)
-    write_row<T>(a, b, rows[r].h, rows[r].i, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
+  for (i64 x = 0; x < count; ++x) {
+    const i64 r = strips[x].row;
+    Running each[LANES];
+    running[x].give_to(each, strips[x].rows);
+    for (i64 i = 0; i < strips[x].rows; ++i)
+      write_row<T>(a, b, rows[r + i].h, rows[r + i].i, each[i], j.scale.factor, j.dropout.factor, o + (r + i) * j.ldv, &mean_row);
+  }
 }
 
 // A block of rows. The last rows of a causal mask have the most keys: they go first.
@@ -396,19 +406,19 @@ template <class T> void attend_many(const Args& a) {
   j.keys = j.values = nullptr;
   j.words = nullptr;
   const i64* ks = a.keep.stride;
-  const i64 mask_rows = a.keep.data ? (ks[0] ? a.B : 1) * (ks[1] ? a.H : 1) * (ks[2] ? a.L : 1) : 0;
+  j.word_rows = ks[2] ? a.L : 1, j.word_step = std::max<i64>(1, std::min(ROWS, j.word_rows));
+  j.word_stride[2] = (j.word_step + 2) * j.panels;
+  const i64 of_head = blocks_of(j.word_rows, j.word_step) * j.word_stride[2], masks = a.keep.data ? (ks[0] ? a.B : 1) * (ks[1] ? a.H : 1) : 0;
+  j.word_stride[1] = ks[1] ? of_head : 0;
+  j.word_stride[0] = ks[0] ? of_head * (ks[1] ? a.H : 1) : 0;
   const i64 all = panels ? 0 : a.B * a.HK * j.panels;
   Parts call;
   const size_t keys = call.add(size_t(all * j.key_panel) * 4), values = call.add(size_t(all * j.value_panel) * 4);
-  const size_t finite = call.add(size_t(all)), words = call.add(size_t(mask_rows * j.panels) * 8);
+  const size_t finite = call.add(size_t(all)), words = call.add(size_t(masks ? masks * of_head + 16 : 0) * 8);  // read in whole lines
   char* memory = call.bytes ? call_arena().take(call) : nullptr;
-  if (mask_rows) {
+  if (masks) {
     j.words = reinterpret_cast<u64*>(memory + words);
-    j.word_step = ks[2] ? a.L : 1;
-    j.word_stride[2] = ks[2] ? 1 : 0;
-    j.word_stride[1] = ks[1] ? j.panels * j.word_step : 0;
-    j.word_stride[0] = ks[0] ? j.panels * j.word_step * (ks[1] ? a.H : 1) : 0;
-    run_tasks(mask_rows / j.word_step * blocks_of(j.word_step, WORD_ROWS), words_task, &j, mask_rows * a.S < 200000 ? 1 : threads);
+    run_tasks(masks * blocks_of(j.word_rows, ROWS), words_task, &j, masks * j.word_rows * a.S < 200000 ? 1 : threads);
   }
   if (all) {
     j.keys = reinterpret_cast<i32*>(memory + keys), j.values = reinterpret_cast<i32*>(memory + values);

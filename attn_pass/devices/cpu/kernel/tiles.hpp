@@ -120,18 +120,23 @@ ATTN_INLINE void add_biases(const Args& a, float scale, const Row* rows, i64 cou
   });
 }
 
-// ---- the first keys of a panel for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
+// ---- the first keys of a panel for MR rows: scores into s (rows of `ld`), -inf where `words` are given and do not have a
+// key, and the largest of each row into `top`, where scores are done then
 template <bool PAIR, int MR, int NR, class Next>
-ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, bool done, float* s, i64 ld, vec* top, Next& following) {
+ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, bool done, const u64* words, float* s, i64 ld, vec* top, Next& following) {
+  const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
   Next next = following;
 #pragma GCC unroll 1
   for (int at = 0; at < there; at += NR * W) {
-    vec c[MR][NR];
+    ProductSums<MR, NR> sums;
+    sums.template multiply<PAIR>(q, ldq, keys + at, PANEL, columns, next);
+    auto& c = sums.whole;
+    if (words) {
 #pragma GCC unroll 6
-    for (int m = 0; m < MR; ++m)
+      for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) c[m][n] = Isa::zero();
-    multiply<PAIR, MR, NR>(q, ldq, keys + at, PANEL, columns, c, next);
+        for (int n = 0; n < NR; ++n) c[m][n] = Isa::keep(u32(words[m] >> (at + n * W)), c[m][n], lowest);
+    }
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
@@ -146,7 +151,7 @@ ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, 
 }
 // The same for as many rows as a strip has.
 template <class T, class Next>
-ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, i64 count, bool done, float* s, i64 ld, vec* top, Next& next) {
+ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, i64 count, bool done, const u64* words, float* s, i64 ld, vec* top, Next& next) {
 #if ATTN_TILES
   if constexpr (T::TILES) {
     score_tiles(q, ldq, keys, PANEL, there, s, ld);
@@ -162,7 +167,7 @@ ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys
   }
 #endif
   for_rows(count, [&](auto MR) ATTN_LAMBDA {
-    const auto of_width = [&](auto NR) ATTN_LAMBDA { score_panel<T::PAIR, MR, NR>(q, ldq, columns, keys, there, done, s, ld, top, next); };
+    const auto of_width = [&](auto NR) ATTN_LAMBDA { score_panel<T::PAIR, MR, NR>(q, ldq, columns, keys, there, done, words, s, ld, top, next); };
     if (!ANY_WIDTH || there == PANEL) return of_width(Number<Isa::NR>{});
     if constexpr (ANY_WIDTH) {
       if (there == W) return of_width(Number<1>{});
@@ -174,8 +179,8 @@ ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys
 template <class T, class Next>
 ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key, i64 there,
                             const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top, Next& next) {
-  const bool done = full && scale.as_they_are;
-  score_strip<T>(q, ldq, columns, keys, there, count, done, s, ld, top, next);
+  const bool done = scale.as_they_are && (full || !T::TILES);
+  score_strip<T>(q, ldq, columns, keys, there, count, done, done && !full ? words : nullptr, s, ld, top, next);
   if (done) return;
   const bool biased_only = a.bias.data && !a.lookups[0].data && !a.has_score && !a.replaces;
   if (full && biased_only && a.bias.stride[3] == 1 && key + there <= a.S)
@@ -187,18 +192,27 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
 template <class T, bool DROPS> ATTN_INLINE vec weigh(const float* s, i32* p, i64 there, float factor, float taken, u64 left, vec sum) {
   // Taken off first: multiplied, the lowest numbers that masks are made of are infinite.
   const vec by = Isa::set1(factor), off = Isa::set1(-taken);
-#pragma GCC unroll 4
-  for (int i = 0; i < there; i += 2 * W) {
-    vec e0 = weight_of<T>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
-    vec e1 = weight_of<T>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
-    sum = Isa::add(sum, Isa::add(e0, e1));
-    if constexpr (DROPS) e0 = Isa::keep(u32(left >> i), e0, Isa::zero()), e1 = Isa::keep(u32(left >> (i + W)), e1, Isa::zero());
+  const auto weight = [&](i64 i) ATTN_LAMBDA { return weight_of<T>(Isa::mul(Isa::add(Isa::load(s + i), off), by)); };
+  const auto dropped = [&](i64 i, vec e) ATTN_LAMBDA { return DROPS ? Isa::keep(u32(left >> i), e, Isa::zero()) : e; };
+  const auto write = [&](i64 i, vec e0, vec e1) ATTN_LAMBDA {
     if constexpr (T::PAIR) {
       Isa::store_pairs(p + i / 2, e0, e1);
     } else {
       Isa::store(reinterpret_cast<float*>(p) + i, e0);
       Isa::store(reinterpret_cast<float*>(p) + i + W, e1);
     }
+  };
+  i64 i = 0;
+#pragma GCC unroll 4
+  for (; i + W < there; i += 2 * W) {
+    const vec e0 = weight(i), e1 = weight(i + W);
+    sum = Isa::add(sum, Isa::add(e0, e1));
+    write(i, dropped(i, e0), dropped(i + W, e1));
+  }
+  if (i < there) {
+    const vec e = weight(i);
+    sum = Isa::add(sum, e);
+    write(i, dropped(i, e), Isa::zero());
   }
   return sum;
 }
@@ -224,28 +238,68 @@ ATTN_INLINE float rescale(Running& r, float top, float factor, float* o, i64 ld)
 struct RunningLanes {
   vec top, sum;
 };
+ATTN_INLINE RunningLanes nothing_yet() { return {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()}; }
 ATTN_INLINE void give(const RunningLanes& lanes, Running* rows, i64 count) {
   float tops[W], sums[W];
   Isa::store(tops, lanes.top), Isa::store(sums, lanes.sum);
   for (i64 i = 0; i < count; ++i) rows[i] = {tops[i], sums[i]};
 }
-// Takes larger maxima in. Returns whose are larger: what they summed is to be made smaller, as the sum here is, by `by`,
-// which is 1 for the others.
-template <class I = Isa> ATTN_INLINE u32 raise(RunningLanes& r, vec top, float factor, vec& by) {
+// Takes larger maxima in. Returns of which rows what was summed is to be made smaller, as the sum here is, by `by`, which is
+// 1 for others; rows whose first keys these are have summed nothing.
+ATTN_INLINE u32 raise(RunningLanes& r, vec top, float factor, vec& by) {
   const vec old = r.top;
-  r.top = I::keep(I::differ(old, old), old, I::max(old, top));
-  const u32 changed = I::differ(r.top, old);
-  if (!changed) return 0;
-  const vec smaller = exp2_of<5>(I::mul(I::sub(old, r.top), I::set1(factor)));
-  by = I::keep(I::differ(old, I::set1(-std::numeric_limits<float>::infinity())), smaller, I::zero());
-  by = I::keep(changed, by, I::set1(1.0f));
-  r.sum = I::mul(r.sum, by);
-  return changed;
+  r.top = Isa::keep(Isa::differ(old, old), old, Isa::max(old, top));
+  const u32 changed = Isa::differ(r.top, old), later = Isa::differ(old, Isa::set1(-std::numeric_limits<float>::infinity()));
+  if (!(changed & later)) return 0;
+  by = Isa::keep(changed & later, exp2_of<5>(Isa::mul(Isa::sub(old, r.top), Isa::set1(factor))), Isa::set1(1.0f));
+  r.sum = Isa::mul(r.sum, by);
+  return changed & later;
 }
 // What is to be taken off the scores of each row.
-template <class I = Isa> ATTN_INLINE vec taken_off(const RunningLanes& r) {
-  return I::keep(I::differ(r.top, I::set1(-std::numeric_limits<float>::infinity())), r.top, I::zero());
+ATTN_INLINE vec taken_off(const RunningLanes& r) {
+  return Isa::keep(Isa::differ(r.top, Isa::set1(-std::numeric_limits<float>::infinity())), r.top, Isa::zero());
 }
+
+// Lane i: the sum of x[i], or the largest; of N rows.
+template <int N> ATTN_INLINE vec sums_of(const vec* x) {
+  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::add(a, b); });
+}
+template <int N> ATTN_INLINE vec maxima_of(const vec* x) {
+  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::max(a, b); });
+}
+
+// The running numbers of the rows of a strip.
+template <int ROWS_THERE> struct RunningStrip {
+  static constexpr int N = ROWS_THERE < W ? ROWS_THERE : W, PARTS = (ROWS_THERE + N - 1) / N;
+  RunningLanes part[PARTS];
+  RunningStrip() {
+    for (RunningLanes& each : part) each = nothing_yet();
+  }
+  // `rescale` for `rows` rows, whose largest scores are in `tops`; what is to be taken off their scores goes to `off`.
+  ATTN_METHOD void rescale(const vec* tops, i64 rows, float factor, float* o, i64 ld, float* off) {
+#pragma GCC unroll 2
+    for (int x = 0; x < PARTS; ++x) {
+      vec by;
+      u32 changed = raise(part[x], maxima_of<N>(tops + x * W), factor, by);
+      Isa::store(off + x * W, taken_off(part[x]));
+      if (!changed) continue;
+      float each[W];
+      Isa::store(each, by);
+      for (i64 r = x * W; r < std::min<i64>(rows, (x + 1) * W); ++r) {
+        if (!(changed >> (r - x * W) & 1)) continue;
+        const vec smaller = Isa::set1(each[r - x * W]);
+        for (i64 d = 0; d < ld; d += W) Isa::store(o + r * ld + d, Isa::mul(smaller, Isa::load(o + r * ld + d)));
+      }
+    }
+  }
+  ATTN_METHOD void add(const vec* sums) {
+#pragma GCC unroll 2
+    for (int x = 0; x < PARTS; ++x) part[x].sum = Isa::add(part[x].sum, sums_of<N>(sums + x * W));
+  }
+  void give_to(Running* rows, i64 count) const {
+    for (int x = 0; x < PARTS; ++x) give(part[x], rows + x * W, std::min<i64>(W, count - x * W));
+  }
+};
 
 // Weights times values where some value is no number: row by row, kept keys alone.
 template <class T>
@@ -264,28 +318,27 @@ void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float*
   }
 }
 
-// Strips of rows, times NR vectors of value columns. The products of these panels are summed before they are added to the
-// row's: over all keys in one chain the roundings would add up.
-template <bool PAIR, int MR, int NR, class V = Isa, class Next>
-ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, Next& following) {
+// Columns of a strip's weights, and the rows of values that they are multiplied with.
+struct Part {
+  const i32 *weights, *values;
+  i64 count;
+};
+// Strips of rows, times NR vectors of value columns from d on, and half a one. The products of these parts are summed before
+// they are added to the row's: over all keys in one chain the roundings would add up.
+template <bool PAIR, int MR, int NR, bool HALF, class Next>
+ATTN_ONCE void add_columns(const Part* parts, i64 n_parts, i64 ldp, i64 ldv, i64 d, float* o, i64 ldo, Next& following) {
   Next next = following;
-  typename V::vec c[MR][NR];
-#pragma GCC unroll 6
-  for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) c[m][n] = V::zero();
-  for (u32 x = active; x; x &= x - 1) {
-    const int panel = __builtin_ctz(x);
-    multiply<PAIR, MR, NR, V>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c, next);
-  }
+  using Last = typename ProductSums<MR, NR, HALF>::Last;
+  ProductSums<MR, NR, HALF> c;
+  for (const Part* part = parts; part != parts + n_parts; ++part) c.template multiply<PAIR>(part->weights, ldp, part->values + d, ldv, part->count, next);
   following = next;
 #pragma GCC unroll 6
-  for (int m = 0; m < MR; ++m)
+  for (int m = 0; m < MR; ++m) {
+    float* at = o + m * ldo + d;
 #pragma GCC unroll 4
-    for (int n = 0; n < NR; ++n) {
-      float* at = o + m * ldo + n * V::W;
-      V::store(at, V::add(V::load(at), c[m][n]));
-    }
+    for (int n = 0; n < NR; ++n) Isa::store(at + n * W, Isa::add(Isa::load(at + n * W), c.whole[m][n]));
+    if constexpr (HALF) Last::store(at + NR * W, Last::add(Last::load(at + NR * W), c.half[m]));
+  }
 }
 
 // The natural logarithm of the sum of a row's exponentials; -inf where no key is kept.
@@ -295,88 +348,91 @@ inline float log_of_sum(Running r, float factor) {
   return r.sum == 0 ? -infinite : r.top * (factor * LN2) + std::log(r.sum);
 }
 
+// The mean of all values of a KV head, which a fully masked row may become.
+template <class T> ATTN_ONCE void write_mean(const Args& a, i64 b, i64 hk, typename T::st* to) {
+  const auto* v = static_cast<const typename T::st*>(a.v.data) + b * a.v.stride[0] + hk * a.v.stride[1];
+  double mean[1024];
+  for (i64 d0 = 0; d0 < a.DV; d0 += 1024) {
+    const i64 n = std::min<i64>(1024, a.DV - d0);
+    for (i64 d = 0; d < n; ++d) mean[d] = 0;
+    for (i64 s = 0; s < a.S; ++s)
+      for (i64 d = 0; d < n; ++d) mean[d] += T::one(v[s * a.v.stride[2] + (d0 + d) * a.v.stride[3]]);
+    for (i64 d = 0; d < n; ++d) {
+      typename T::st part[W];
+      T::narrow(part, Isa::set1(float(mean[d] / double(a.S))));
+      to[(d0 + d) * a.out_stride[3]] = part[0];
+    }
+  }
+}
+// A row's numbers, all times one, in the type of the result; what rounding takes from them goes to `rest`, if that is wanted.
+template <class T> ATTN_ONCE void write_apart(const Args& a, const float* o, vec by, typename T::st* to, typename T::st* rest) {
+  const i64 stride = a.out_stride[3];
+  for (i64 d = 0; d < a.DV; d += W) {
+    const vec x = Isa::mul(by, Isa::load(o + d));
+    const i64 n = std::min<i64>(W, a.DV - d);
+    typename T::st part[W], lost[W];
+    T::narrow(part, x);
+    if (rest) T::narrow(lost, Isa::add(x, Isa::mul(T::widen(part), Isa::set1(-1.0f))));
+    for (i64 j = 0; j < n; ++j) to[(d + j) * stride] = part[j];
+    for (i64 j = 0; j < n && rest; ++j) rest[(d + j) * stride] = lost[j];
+  }
+}
+// Takes a sink into a row's numbers. Returns the share of the sum's own unit in the unit that a larger sink makes.
+ATTN_ONCE float take_sink(const Args& a, i64 b, i64 h, i64 i, Running& r, float factor) {
+  const i64* s = a.sink.stride;
+  const float sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]] / (factor * LN2);
+  const float top = sink > r.top || sink != sink ? sink : r.top;
+  const float share = r.sum > 0 || r.sum != r.sum ? std::exp2((r.top - top) * factor) : 0.0f;
+  r.sum = r.sum * share + (top == -INFINITY ? 0.0f : std::exp2((sink - top) * factor));
+  r.top = top;
+  return share;
+}
+
 // The result of a row: what was summed, over the sum of the weights, a sink's among them, times dropout's factor. Fully
 // masked rows of a KV head have one mean: `mean_row` is where it was written, once it was.
 template <class T>
-void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o, const typename T::st** mean_row) {
+ATTN_INLINE void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o, const typename T::st** mean_row) {
   using st = typename T::st;
   if (a.lse) a.lse[(b * a.H + h) * a.rows + i] = log_of_sum(r, factor);
   if (!a.out && !a.statistics) return;
-  float share = 1.0f;  // of the sum's own unit in the unit that a larger sink makes
-  if (a.sink.data) {
-    const i64* s = a.sink.stride;
-    const float sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]] / (factor * LN2);
-    const float top = sink > r.top || sink != sink ? sink : r.top;
-    share = r.sum > 0 || r.sum != r.sum ? std::exp2((r.top - top) * factor) : 0.0f;
-    r.sum = r.sum * share + (top == -INFINITY ? 0.0f : std::exp2((sink - top) * factor));
-    r.top = top;
-  }
+  const float share = a.sink.data ? take_sink(a, b, h, i, r, factor) : 1.0f;
   if (a.statistics) {
     float* kept = a.statistics + ((b * a.H + h) * a.rows + i) * 2;
     kept[0] = r.top, kept[1] = r.sum;
   }
   if (!a.out) return;
-  st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
-  const i64 stride = a.out_stride[3];
-  double mean[1024];
+  const i64 at = b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2], stride = a.out_stride[3];
+  st* to = static_cast<st*>(a.out) + at;
   vec by = Isa::set1(share / r.sum * of_left);
   if (r.sum == 0) {  // fully masked
     by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
     if (a.fully_masked == GIVES_MEAN && a.S) {
-      if (*mean_row) {
-        for (i64 d = 0; d < a.DV; ++d) to[d * stride] = (*mean_row)[d * stride];
-        return;
-      }
-      *mean_row = to;
-      const i64 hk = h / (a.H / a.HK);
-      const st* v = static_cast<const st*>(a.v.data) + b * a.v.stride[0] + hk * a.v.stride[1];
-      for (i64 d0 = 0; d0 < a.DV; d0 += 1024) {
-        const i64 n = std::min<i64>(1024, a.DV - d0);
-        for (i64 d = 0; d < n; ++d) mean[d] = 0;
-        for (i64 s = 0; s < a.S; ++s)
-          for (i64 d = 0; d < n; ++d) mean[d] += T::one(v[s * a.v.stride[2] + (d0 + d) * a.v.stride[3]]);
-        for (i64 d = 0; d < n; ++d) {
-          st part[W];
-          T::narrow(part, Isa::set1(float(mean[d] / double(a.S))));
-          to[(d0 + d) * stride] = part[0];
-        }
-      }
+      if (!*mean_row) write_mean<T>(a, b, h / (a.H / a.HK), to);
+      for (i64 d = 0; d < a.DV && *mean_row; ++d) to[d * stride] = (*mean_row)[d * stride];
+      if (!*mean_row) *mean_row = to;
       return;
     }
   }
-  st* rest = a.rest ? static_cast<st*>(a.rest) + (to - static_cast<st*>(a.out)) : nullptr;
-  for (i64 d = 0; d < a.DV; d += W) {
-    const vec x = Isa::mul(by, Isa::load(o + d));
-    if (a.rest) {
-      st part[W];
-      T::narrow(part, x);
-      T::narrow(part, Isa::add(x, Isa::mul(T::widen(part), Isa::set1(-1.0f))));
-      for (i64 j = 0; j < std::min<i64>(W, a.DV - d); ++j) rest[(d + j) * stride] = part[j];
-    }
-    if (stride == 1) {
-      narrow_some<T>(to + d, x, a.DV - d);
-    } else {
-      st part[W];
-      T::narrow(part, x);
-      for (i64 j = 0; j < std::min<i64>(W, a.DV - d); ++j) to[(d + j) * stride] = part[j];
-    }
-  }
+  if (a.rest || stride != 1) return write_apart<T>(a, o, by, to, a.rest ? static_cast<st*>(a.rest) + at : nullptr);
+  for (i64 d = 0; d < a.DV; d += W) narrow_some<T>(to + d, Isa::mul(by, Isa::load(o + d)), a.DV - d);
 }
 
 template <bool PAIR, int MR, class Next>
-ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim, Next& next) {
-  const i32* at[8];
-  const auto from = [&](i64 d) ATTN_LAMBDA {
-    for (u32 x = active; x; x &= x - 1) at[__builtin_ctz(x)] = values[__builtin_ctz(x)] + d;
-    return at;
-  };
+ATTN_INLINE void add_values(const Part* parts, i64 n_parts, i64 ldp, i64 ldv, float* o, i64 ldo, i64 dim, Next& next) {
+  constexpr bool HALVES = !std::is_void_v<Isa::Half>;
   const i64 rest = dim % W;
-  const bool half = !std::is_void_v<Isa::Half> && rest && rest <= W / 2;
-  for_columns(half ? dim - rest : dim, [&](auto NR, i64 d) ATTN_LAMBDA {
-    add_columns<PAIR, MR, NR>(p, ldp, active, from(d), counts, ldv, o + d, ldo, next);
-  });
-  if constexpr (!std::is_void_v<Isa::Half>) {
-    const i64 d = dim - rest;
-    if (half) add_columns<PAIR, MR, 1, Isa::Half>(p, ldp, active, from(d), counts, ldv, o + d, ldo, next);
+  const bool half = HALVES && rest && rest <= W / 2;
+  const i64 whole = half ? dim / W : blocks_of(dim, W);
+  const auto add = [&](auto NR, auto HALF, i64 x) ATTN_LAMBDA { add_columns<PAIR, MR, NR, HALF>(parts, n_parts, ldp, ldv, x * W, o, ldo, next); };
+  // A half alone leaves the processor waiting for its sums: it goes beside what is before it, if there are registers.
+  const i64 last = half && whole % 4 ? (whole % 2 ? 1 : 2) : 0;
+  i64 x = 0;
+  for (; Isa::NR >= 4 && x + 4 <= whole - last; x += 4) add(Number<4>{}, Number<false>{}, x);
+  for (; x + 2 <= whole - last; x += 2) add(Number<2>{}, Number<false>{}, x);
+  for (; x < whole - last; ++x) add(Number<1>{}, Number<false>{}, x);
+  if constexpr (HALVES) {
+    if (half && last == 2) add(Number<2>{}, Number<true>{}, x);
+    if (half && last == 1) add(Number<1>{}, Number<true>{}, x);
+    if (half && !last) add(Number<0>{}, Number<true>{}, x);
   }
 }
