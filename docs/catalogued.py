@@ -118,6 +118,7 @@ MASKS = (
     Mask("(j <= i) | (j < 5)"),
     Mask("padding[:, None, None, :]"),
     Mask("(j <= i) & padding[:, None, None, :]"),
+    Mask("torch.ones(L, L).tril() * marks[:, None, None, :] != 0"),
     Mask("ids[:, None, :, None] == ids[:, None, None, :]"),
     Mask("j <= position"),
     Mask("((j <= position) & (j > position - 8)) | (j == 0)"),
@@ -132,6 +133,7 @@ def _described(case: Mask) -> attn_pass.SiteReport:
     """The report of the attention by hand that has this mask."""
     known = {
         "padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]]),
+        "marks": (torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]])).long(),
         "ids": torch.arange(LENGTH).div(10, rounding_mode="floor").expand(2, -1).contiguous(),
         "position": torch.tensor(20),
         "allowed": torch.eye(LENGTH, dtype=torch.bool),

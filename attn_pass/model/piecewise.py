@@ -122,9 +122,24 @@ def _resolved(part: Expr) -> Expr | None:
     rule = {"cast": _cast, "where": _chosen}.get(part.op, _combined if part.op in COMPARISONS else None)
     values = rule(part) if rule is not None and is_boolean(part) else None
     if values is None:
-        return part
+        return _in_branches(part)
     holds: Expr = FALSE
     for condition, value in values:
         if value.value:
             holds = apply("or", holds, condition)
     return holds
+
+
+def _in_branches(part: Apply) -> Expr:
+    """A comparison of what a condition chooses, in both branches: ``where(c, x, 0) == 0`` is ``not c or x == 0``."""
+    if not part.args or (part.op not in COMPARISONS and (part.op, part.dtype) != ("cast", torch.bool)):
+        return part
+    chosen, *others = part.args
+    if not (isinstance(chosen, Apply) and chosen.op == "where" and all(isinstance(e, Const) for e in others)):
+        return part
+    condition, yes, no = chosen.args
+    if not (isinstance(yes, Const) or isinstance(no, Const)):
+        return part
+    if_yes, if_no = (apply(part.op, branch, *others, dtype=part.dtype) for branch in (yes, no))
+    condition = as_condition(condition if is_boolean(condition) else apply("cast", condition, dtype=torch.bool))
+    return apply("where", condition, if_yes, if_no) if isinstance(if_yes, Const) or isinstance(if_no, Const) else part

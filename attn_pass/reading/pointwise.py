@@ -12,10 +12,11 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Const, Expr, apply, contains_dot, loads
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
+from attn_pass.model.piecewise import pieces
 from attn_pass.reading.dtype_range import WRAPPING, leaves_the_type, wraps_in_comparison
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position
-from attn_pass.reading.vocabulary import Call
+from attn_pass.reading.vocabulary import Call, understand
 
 # The operands of every operation that a walk may pass, by name: those of expressions, and spellings of them.
 POINTWISE: Mapping[str, tuple[str, ...]] = {name: row.operands for name, row in OPERATIONS.items()} | {
@@ -70,6 +71,34 @@ def _sum(node: Node, call: Call, at: _At) -> Expr:
             raise Unreadable("a symbolic alpha", node)
         right = apply("mul", right, Const(alpha))
     return apply("add" if call.op == "add" else "sub", left, right)
+
+
+def _product(node: Node, call: Call, at: _At) -> Expr:
+    """``input * other``; of ones and zeros and whole numbers (``tril * padding``) these where there are ones."""
+    named = tuple((name, at(name)) for name in ("input", "other"))
+    value = tensor_value(node)
+    for (_, mask), (name, factor) in (named, named[::-1]):
+        operand = tensor_value(call[name])
+        if value is None or operand is None or not loads(factor) or not _is_whole(call[name]):
+            continue
+        values = None if pieces(factor) is not None else pieces(mask)
+        if values is None or sorted(float(v.value) for _, v in values) != [0.0, 1.0]:
+            continue
+        ones = next(condition for condition, v in values if v.value == 1)
+        factor = factor if operand.dtype == value.dtype else apply("cast", factor, dtype=value.dtype)
+        return apply("where", ones, factor, apply("cast", Const(0), dtype=value.dtype))
+    return apply("mul", *(operand for _, operand in named))
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a tensor holds integers, or is cast from one, to a type in which none is infinite."""
+    fake = tensor_value(value)
+    if fake is None or fake.dtype in (torch.float16, torch.bool) or fake.is_complex():
+        return False
+    if not fake.is_floating_point():
+        return True
+    call = understand(value)
+    return call is not None and call.op == "cast" and _is_whole(call["input"])
 
 
 def _quotient(node: Node, call: Call, at: _At) -> Expr:
@@ -134,6 +163,7 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
     "add": _sum,
     "sub": _sum,
     "rsub": _sum,
+    "mul": _product,
     "div": _quotient,
     "where": _where,
     "method_where": _where,

@@ -512,3 +512,39 @@ def test_lowest_numbers_times_a_comparison(in_place: bool) -> None:
     assert same(run, *qkv(2, 2, 8, 8), rewritten=1, choose="fused").sites[0].mask == "causal"
     report = same(partial(run, further=1), *qkv(2, 2, 8, 8), rewritten=1, choose="fused")
     assert report.sites[0].mask == "causal with offset 1"
+
+
+def _of_ones(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tril(torch.ones(n, n, dtype=dtype))[None, None]
+
+
+# A triangle of ones times padding of integers, which the caller gives, by what becomes of their product.
+TIMES_PADDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a float triangle": lambda s, p: s.masked_fill(_of_ones(8) * p == 0, -INF),
+    "an integer triangle": lambda s, p: s.masked_fill(p * _of_ones(8, torch.int64) == 0, -1e9),
+    "padding as floats": lambda s, p: s.masked_fill(~(_of_ones(8) * p.float()).bool(), -INF),
+    "a comparison": lambda s, p: torch.where(lower(8, 8) * p > 0, s, -1e9),
+    "as truth values": lambda s, p: torch.where((_of_ones(8, torch.int32) * p).to(torch.bool), s, -INF),
+}
+# The product is no choice between padding and 0: infinity times 0 is NaN, and other numbers are not 1.
+NOT_TIMES_PADDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "floats": lambda s, p: s.masked_fill(_of_ones(8) * p.float().exp() == 0, -INF),
+    "padding in half precision": lambda s, p: s.masked_fill(_of_ones(8, torch.float16) * p.half() == 0, -INF),
+    "a triangle of twos": lambda s, p: s.masked_fill((2 * _of_ones(8)) * p == 0, -INF),
+}
+
+
+@pytest.mark.parametrize("largest", [1, 3])
+def test_a_triangle_times_padding_of_integers(largest: int) -> None:
+    padding = torch.randint(0, largest + 1, (2, 1, 1, 8))
+    padding[..., 0] = 1
+
+    def run(q: Tensor, k: Tensor, v: Tensor, p: Tensor, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return attend(of(scores(q, k), p), v)
+
+    for name, of in TIMES_PADDING.items():
+        report = same(partial(run, of=of), *qkv(2, 2, 8, 8), padding, rewritten=1, choose="fused")
+        assert report.sites[0].mask == "causal and padding", name
+    for name, of in NOT_TIMES_PADDING.items():
+        report = same(partial(run, of=of), *qkv(2, 2, 8, 8), padding, rewritten=1, choose="fused")
+        assert "causal" not in report.sites[0].mask, name

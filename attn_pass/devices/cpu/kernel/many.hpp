@@ -149,6 +149,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   Strip strips[ROWS / STRIP + 1];
   RunningStrip<STRIP> running[ROWS / STRIP + 1];
   constexpr i64 LANES = round_up(STRIP, W);  // of a strip
+  constexpr i64 BESIDE = RunningStrip<STRIP>::N * RunningStrip<STRIP>::PARTS - STRIP;  // rows behind a strip that are read with it
   const i64 count = blocks_of(n, STRIP);
   i64 lo = a.S, hi = 0;
   const Bounds bounds = bounds_of(a, b);
@@ -220,7 +221,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     }
     if (hidden) continue;
     for (i64 x = 0; x < count; ++x) strips[x].active = strips[x].careful = 0;
-    for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
+    for (i64 r = 0; r < padded + BESIDE; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
 
     const auto words_of_strip = [&](const Strip& strip, i64 key, u64* out) ATTN_LAMBDA {
       const i64 r = strip.row;
