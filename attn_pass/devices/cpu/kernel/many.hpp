@@ -31,8 +31,8 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
   const Args& a = j.a;
   auto* space = reinterpret_cast<typename T::st*>(room);
   const i64 n = std::min<i64>(PANEL, a.S - panel * PANEL);
-  pack_keys<T>(rows_at<T>(a.k, b, hk, panel * PANEL), a.k.stride, n, a.D, space, keys);
-  *finite = pack_values<T>(rows_at<T>(a.v, b, hk, panel * PANEL), a.v.stride, n, a.DV, j.ldv, space, values);
+  pack_keys<T, true>(rows_at<T>(a.k, b, hk, panel * PANEL), a.k.stride, n, a.D, space, keys);
+  *finite = pack_values<T, true, true>(rows_at<T>(a.v, b, hk, panel * PANEL), a.v.stride, n, a.DV, j.ldv, space, values);
 }
 // Whether a row of a batch entry may keep a key of a panel, before tensors are asked.
 inline bool reaches(const Args& a, i64 b, i64 panel) {

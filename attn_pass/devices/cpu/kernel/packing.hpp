@@ -1,8 +1,8 @@
-// Packing: a panel of keys with its keys side by side, and a panel of values, as the micro-kernel reads them. Lines of the
-// next panel are fetched in between.
+// Packing: a panel of keys with its keys side by side, and a panel of values, as the micro-kernel reads them. With FETCHES
+// lines of the next panel are fetched in between.
 
 // n keys of a panel -> [column][PANEL], zeros behind them; `columns` is rounded up to W in `out`.
-template <class T>
+template <class T, bool FETCHES = false>
 void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typename T::st* room, i32* out) {
   const i64 columns = blocks_of(dim, T::PER_COLUMN);
   for (i64 g = 0; g < PANEL; g += W) {
@@ -12,7 +12,7 @@ void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typen
       if (g + W <= n && stride[3] == 1 && dim - at >= W * T::PER_COLUMN) {
 #pragma GCC unroll 16
         for (int i = 0; i < W; ++i) {
-          __builtin_prefetch(k + (PANEL + g + i) * stride[2] + at);
+          if constexpr (FETCHES) __builtin_prefetch(k + (PANEL + g + i) * stride[2] + at);
           x[i] = whole_columns<T>(k + (g + i) * stride[2] + at);
         }
       } else {
@@ -34,7 +34,7 @@ void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typen
 }
 // n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite, where that is asked.
 // In tiles zeros make up for the last step's.
-template <class T, bool ASKED = true>
+template <class T, bool ASKED = true, bool FETCHES = false>
 bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64 ld, typename T::st* room, i32* out) {
   vec check = Isa::zero();
   bool finite = true;
@@ -44,7 +44,7 @@ bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64
       const bool two = s + 1 < n;
       const auto* next = two ? contiguous<T>(v + (s + 1) * stride[2], stride[3], dim, room + round_up(dim, 2 * W)) : row;
       for (i64 d = 0; d < dim; d += 2 * W) {
-        __builtin_prefetch(row + PANEL * stride[2] + d), __builtin_prefetch(next + PANEL * stride[2] + d);
+        if constexpr (FETCHES) __builtin_prefetch(row + PANEL * stride[2] + d), __builtin_prefetch(next + PANEL * stride[2] + d);
         const vec a = some_columns<T>(row + d, dim - d), b = two ? some_columns<T>(next + d, dim - d) : Isa::zero();
         if constexpr (ASKED) finite = finite && Isa::finite_pairs(a) && Isa::finite_pairs(b);
         vec low, high;
