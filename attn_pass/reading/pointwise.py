@@ -74,14 +74,17 @@ def _sum(node: Node, call: Call, at: _At) -> Expr:
 
 
 def _product(node: Node, call: Call, at: _At) -> Expr:
-    """``input * other``; of ones and zeros and whole numbers (``tril * padding``) these where there are ones."""
+    """``input * other``; of a triangle of ones and whole numbers (``tril * padding``) these where there are ones.
+
+    Where the ones are is known by position: BLOOM's places, which padding is multiplied with, stay a product.
+    """
     named = tuple((name, at(name)) for name in ("input", "other"))
     value = tensor_value(node)
     for (_, mask), (name, factor) in (named, named[::-1]):
         operand = tensor_value(call[name])
         if value is None or operand is None or not loads(factor) or not _is_whole(call[name]):
             continue
-        values = None if pieces(factor) is not None else pieces(mask)
+        values = None if loads(mask) or pieces(factor) is not None else pieces(mask)
         if values is None or sorted(float(v.value) for _, v in values) != [0.0, 1.0]:
             continue
         ones = next(condition for condition, v in values if v.value == 1)
