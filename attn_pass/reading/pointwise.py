@@ -82,7 +82,7 @@ def _product(node: Node, call: Call, at: _At) -> Expr:
     value = tensor_value(node)
     for (_, mask), (name, factor) in (named, named[::-1]):
         operand = tensor_value(call[name])
-        if value is None or operand is None or not loads(factor) or not _is_whole(call[name]):
+        if value is None or operand is None or not loads(factor) or not _is_whole(call[name], value.dtype):
             continue
         values = None if loads(mask) or pieces(factor) is not None else pieces(mask)
         if values is None or sorted(float(v.value) for _, v in values) != [0.0, 1.0]:
@@ -93,15 +93,17 @@ def _product(node: Node, call: Call, at: _At) -> Expr:
     return apply("mul", *(operand for _, operand in named))
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a tensor holds integers, or is cast from one, to a type in which none is infinite."""
+def _is_whole(value: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor holds integers, or is cast from one, none of which is infinite there nor in ``dtype``."""
     fake = tensor_value(value)
-    if fake is None or fake.dtype in (torch.float16, torch.bool) or fake.is_complex():
+    if fake is None or fake.dtype == torch.bool or fake.is_complex():
+        return False
+    if any(t.is_floating_point and torch.finfo(t).max < 2.0**64 for t in (fake.dtype, dtype)):
         return False
     if not fake.is_floating_point():
         return True
     call = understand(value)
-    return call is not None and call.op == "cast" and _is_whole(call["input"])
+    return call is not None and call.op == "cast" and _is_whole(call["input"], dtype)
 
 
 def _quotient(node: Node, call: Call, at: _At) -> Expr:

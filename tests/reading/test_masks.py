@@ -530,6 +530,7 @@ TIMES_PADDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 NOT_TIMES_PADDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "floats": lambda s, p: s.masked_fill(_of_ones(8) * p.float().exp() == 0, -INF),
     "padding in half precision": lambda s, p: s.masked_fill(_of_ones(8, torch.float16) * p.half() == 0, -INF),
+    "a triangle in half precision": lambda s, p: s.masked_fill(_of_ones(8, torch.float16) * p == 0, -INF),
     "a triangle of twos": lambda s, p: s.masked_fill((2 * _of_ones(8)) * p == 0, -INF),
 }
 
