@@ -27,3 +27,11 @@ def torch_name(node: Node) -> str:
         return name if namespace in _NAMESPACES else ""
     owner = str(getattr(target, "__module__", None) or "torch")  # torch's functions in C name no module
     return str(getattr(target, "__name__", "")) if owner.partition(".")[0] in _OWNERS else ""
+
+
+def operation_name(node: Node) -> str:
+    """What a reason calls an operation: the same for all layers of a model, unlike the name of the node.
+
+    That of the node where the operation is not torch's.
+    """
+    return torch_name(node) or node.name

@@ -16,7 +16,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.registry import family_of
 from attn_pass.errors import first_line
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.names import torch_name
+from attn_pass.graph.names import operation_name
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes
 from attn_pass.options import Options
@@ -208,7 +208,7 @@ def _stops(trace: Trace, proof: Proof) -> Iterator[str]:
 def _name(node: Node, proof: Proof) -> str:
     if node in proof.crosses:
         return "cross attention"
-    return "attention" if node in proof.group.sites else torch_name(node) or node.name
+    return "attention" if node in proof.group.sites else operation_name(node)
 
 
 def _location(user: Node) -> str:

@@ -227,6 +227,11 @@ def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], RowWise | Non
     return rule
 
 
+def _extremum(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """Of two tensors, as xIELU has it. Over a dimension it gives places beside values, and over all one number."""
+    return None if tensor_value(call["other"]) is None else rules.pointwise(node)
+
+
 def _embedding(rules: Rules, node: Node, call: Call) -> RowWise | None:
     if call.get("max_norm") is not None or call.get("scale_grad_by_freq"):  # the latter counts words of all rows
         return None
@@ -311,6 +316,8 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "amax": _over("dim", keeps=False),
     "logsumexp": _over("dim", keeps=False),
     "vector_norm": _over("dim", keeps=False),
+    "max": _extremum,
+    "min": _extremum,
     "embedding": _embedding,
     "cat": _cat,
     "pieces": _sliced,
@@ -324,4 +331,4 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "pow": lambda rules, node, call: rules.pointwise(node),
 }
 _REDUCTIONS = frozenset({"mean", "argmax", "argmin", "amin"})
-_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "max", "min", "all", "any", "lookup"})
+_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "all", "any", "lookup"})

@@ -18,6 +18,7 @@ from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.padding.added import added_mask, ancestors
+from attn_pass.padding.masks import PER_BATCH, mask_of
 from attn_pass.reading.vocabulary import understand
 
 
@@ -28,10 +29,11 @@ def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> N
     for site in graph.nodes:
         if site.op != "call_function" or site.target not in operators:
             continue
-        keep = site.kwargs.get("keep")
-        if isinstance(keep, Node) and (shared := first.setdefault(numbers.of(keep), keep)) is not keep:
-            site.update_kwarg("keep", shared)
-            _erase(graph, keep)
+        for name in ("keep", *PER_BATCH):
+            mask = site.kwargs.get(name)
+            if isinstance(mask, Node) and (shared := first.setdefault(numbers.of(mask), mask)) is not mask:
+                site.update_kwarg(name, shared)
+                _erase(graph, mask)
         added = added_mask(site)
         if added is not None and (shared := first.setdefault(numbers.of(added), added)) is not added:
             position = {node: n for n, node in enumerate(graph.nodes)}
@@ -58,24 +60,28 @@ def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> 
 
 
 def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
-    """What keep-conditions are made of, to where it can be computed first: rows leave a region behind its mask only.
+    """What masks are made of, to where it can be computed first: rows leave a region behind its mask only.
 
     Parameters and buffers move with it: under ``freezing`` each is read where it is used first.
     """
-    effects = Effects(graph)
-    computed = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    keeps = {n for site in computed if site.target in operators for n in (site.kwargs.get("keep"), added_mask(site))}
-    needed = ancestors([n for n in keeps if isinstance(n, Node)])
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    if not inputs or not needed:
+    masks = {mask for site in graph.nodes if site.target in operators for mask in mask_of(site).nodes}
+    if not inputs or not masks:
         return
-    last = inputs[-1]
-    state, moved = regions.of(last), [n for n in graph.nodes if n in needed and n.op != "placeholder"]
-    for node in (n for n in moved if n.op != "get_attr"):
+    effects, last = Effects(graph), inputs[-1]
+    state, moved = regions.of(last), set[Node]()
+
+    def may_move(node: Node) -> bool:
+        if node.op in ("placeholder", "get_attr"):
+            return True
         same = regions.of(node) == state and is_pure(node) and not may_draw(node)
-        if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
-            return
-    for node in moved:
+        return same and not any(effects.mutations(n) for n in (node, *node.all_input_nodes))
+
+    for mask in masks:
+        made_of = ancestors([mask])
+        if all(may_move(node) for node in made_of):
+            moved |= made_of
+    for node in [n for n in graph.nodes if n in moved and n.op != "placeholder"]:
         last.append(node)
         last = node
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.names import torch_name
+from attn_pass.graph.names import operation_name
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.index import product
 from attn_pass.padding.added import ancestors, is_called_whole
@@ -261,4 +261,4 @@ def what_sees(user: Node) -> str:
         return IN_RESULT
     where = source_line(user.meta)
     location = "" if where.startswith("unknown") else f" ({where})"
-    return f"{torch_name(user) or user.name} may mix rows of padding with others{location}"
+    return f"{operation_name(user)} may mix rows of padding with others{location}"

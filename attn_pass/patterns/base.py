@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from attn_pass.errors import first_line
 from attn_pass.graph.effects import is_metadata_assertion
+from attn_pass.graph.names import operation_name
 from attn_pass.graph.regions import Region
 from attn_pass.graph.stand_in import ShapeUse
 from attn_pass.model.attention import AsWritten
@@ -148,7 +149,7 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
                 continue
             if user.op == "output":
                 raise UsedElsewhere(_use_text(reader, node, "returned by the model"), user)
-            raise UsedElsewhere(_use_text(reader, node, f"also used by {user.name}"), user)
+            raise UsedElsewhere(_use_text(reader, node, f"also used by {operation_name(user)}"), user)
         if node is not result and reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
             raise UsedElsewhere("an operation inside writes to memory that others can see", node)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
+from attn_pass.graph.names import operation_name
 from attn_pass.patterns.after_product import (
     Ending,
     at_product,
@@ -106,7 +107,7 @@ def _near_miss(reader: Reader, softmax: Node) -> Site:
     if after is None and users:
         reason = "the softmax of a product is returned by the model"
     elif after is not None:
-        reason += f"; {after.name} comes next"
+        reason += f"; {operation_name(after)} comes next"
     return refused(softmax, FORM, region, Unreadable(reason, after or softmax))
 
 

@@ -236,12 +236,39 @@ def test_positions_counted_over_the_mask() -> None:
     assert packed(Counted(first)).packed == 2
 
 
+def test_lengths_that_are_computed_are_one_mask() -> None:
+    """Speech models count frames: every attention computes where its keys end for itself, and all of them alike."""
+
+    class Frames(Encoder):
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            lengths = (mask.sum(1) * 2 - 1) // 2 + 1
+            keep = torch.arange(ids.shape[1]) < lengths[:, None]
+            x = self.norm(self.words(ids))
+            for layer in self.layers:
+                x = layer(x, keep)
+            return self.after(self, x, mask)
+
+    full = [m for m in masks() if m.any(1).all()]
+    region = packed(Frames(mean, eager=False), full)
+    assert (region.sites, region.packed) == (2, 2)
+
+
 def test_functions_that_torch_has_for_numbers_too() -> None:
     def gelu(x: Tensor, keep: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.erf(x / 1.4142135))
 
     region = packed(Encoder(first, gelu))
     assert region.packed == 2 and region.operations["erf"] == 1
+
+
+def test_the_smaller_of_two_tensors() -> None:
+    """xIELU's: `torch.min` of two tensors mixes no rows."""
+
+    def xielu(x: Tensor, keep: Tensor) -> Tensor:
+        return torch.where(x > 0, x * x, torch.expm1(torch.min(x, torch.tensor(-1e-6))) - x)
+
+    assert packed(Encoder(first, xielu)).packed == 2
+    assert packed(Encoder(first, lambda x, keep: x.max(x.tanh()))).packed == 2
 
 
 # ---------------------------------------------------------------- what is not

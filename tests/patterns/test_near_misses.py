@@ -552,3 +552,27 @@ def test_trained(case: Case) -> None:
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None and b.grad is not None:
             same(a.grad, b.grad, 1e-4)
+
+
+def test_a_reason_is_the_same_for_all_layers() -> None:
+    """Nodes have numbers and operations have none: the routers of a model are one line of its report."""
+
+    def routed(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(3):
+            weights, chosen = (x @ w).softmax(-1).topk(2)
+            x = x + weights.sum(-1, keepdim=True) * chosen.sum(-1, keepdim=True)
+        return x
+
+    def also_used(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, list[Tensor]]:
+        largest = []
+        for _ in range(3):
+            scores = q @ k.mT
+            largest.append(scores.cumsum(-1))
+            q = scores.softmax(-1) @ v
+        return q, largest
+
+    for program, inputs in ((routed, (numbers(5, 4), numbers(4, 4))), (also_used, (Q, K, V))):
+        _, report = compiled(program, inputs)
+        assert len(report.sites) == 3
+        (reason,) = {re.sub(r" \(.*\)", "", site.reason) for site in report.sites}
+        assert "topk comes next" in reason or "also used by cumsum" in reason

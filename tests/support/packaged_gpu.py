@@ -48,6 +48,10 @@ def packaged(
         sources.extend(text for text in texts if isinstance(text, str))
         raise _Written
 
+    def example(size: Sequence[int], stride: Sequence[int], _: Any, dtype: torch.dtype, *__: Any) -> torch.Tensor:
+        """In place of an input on the GPU, which Inductor makes views of (since 2.15)."""
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
     def loaded(kernel: CompiledKernel) -> None:
         kernel.module = kernel.function = None
         kernel._run = kernel.n_regs = kernel.n_spills = 0
@@ -59,7 +63,7 @@ def packaged(
     replaced: list[tuple[Any, str, Any]] = [
         (torch._C, "_cuda_getCurrentRawStream", lambda *_: 0),
         (torch.cuda, "_DeviceGuard", lambda *_: contextlib.nullcontext()),
-        (AlgorithmSelectorCache, "generate_example_value", staticmethod(lambda *_: None)),
+        (AlgorithmSelectorCache, "generate_example_value", staticmethod(example)),
         (CachingAutotuner, "_make_launchers", lambda *_: None),
         (CachingAutotuner, "run", compiled),
         (CompiledKernel, "_init_handles", loaded),
