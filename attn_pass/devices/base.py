@@ -46,6 +46,7 @@ class LinearLayer:
         has_static_rows: their number is known when it is compiled.
         by_columns: the weight is stored transposed, (features, width).
         is_constant: the weight becomes a constant of the compiled code, which Inductor packs itself (``freezing``).
+        is_packaged: and so in a package, where Inductor has oneDNN multiply it.
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class LinearLayer:
     has_static_rows: bool
     by_columns: bool
     is_constant: bool
+    is_packaged: bool = False
 
 
 class FasterLinear(NamedTuple):

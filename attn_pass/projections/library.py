@@ -44,8 +44,6 @@ def give_to_libraries(
     ``program`` is "compile" or "aoti", ``region`` the state around the graph, ``device`` the one that is decided for.
     """
     folds = bool(gm.meta.get(FOLDS_CONSTANTS))
-    if folds and program == "aoti":
-        return []  # Inductor packs them for the same library, and fuses what follows
     regions = Regions(gm.graph, region)
     found: list[tuple[Linear, LinearLayer, FasterLinear, Node | None]] = []
     for node in gm.graph.nodes:
@@ -55,7 +53,8 @@ def give_to_libraries(
         if program == "compile" and _may_be_trained(linear, regions.of(node)):
             continue
         # With ``freezing`` as an option of one compile Dynamo passes weights as inputs all the same.
-        layer = _facts(linear, sizes, is_constant=folds and linear.weight.op == "get_attr")
+        is_constant = folds and linear.weight.op == "get_attr"
+        layer = _facts(linear, sizes, is_constant=is_constant, is_packaged=folds and program == "aoti")
         faster = None if layer is None else _faster(linear, layer, device)
         if layer is not None and faster is not None:
             found.append((linear, layer, faster, _applied(node, regions, faster)))
@@ -96,7 +95,7 @@ def _may_be_trained(linear: Linear, region: Region) -> bool:
     return region.grad_enabled is not False and any(wants_gradient(operand) for operand in operands)
 
 
-def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool) -> LinearLayer | None:
+def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool, is_packaged: bool) -> LinearLayer | None:
     """What a layer's speed depends on; None for one that is no product of plain tensors of one dtype."""
     fakes = [tensor_value(node) for node in (linear.node, linear.input, *linear.parameters)]
     if any(type(fake) is not FakeTensor or fake.layout != torch.strided for fake in fakes):
@@ -120,6 +119,7 @@ def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool) -> LinearLayer | 
         has_static_rows=isinstance(rows, int),
         by_columns=linear.by_columns,
         is_constant=is_constant,
+        is_packaged=is_packaged,
     )
 
 

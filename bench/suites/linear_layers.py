@@ -1,4 +1,4 @@
-"""Linear layers by the library that torch calls and by oneDNN: `python -m bench linear-layers [--json FILE]`.
+"""Linear layers by torch's library, oneDNN and the CPU kernel: `python -m bench linear-layers [--json FILE]`.
 
 What `attn_pass.devices.cpu.linear.rules` decides by. Up to 256 rows every call reads another weight, of 100 MB in all,
 as the layers of a model do; each cell is the median of samples of about 10 ms, in turns. "Packed by MKL" is what
@@ -15,15 +15,19 @@ from typing import Any
 import torch
 
 from attn_pass.devices.base import LinearLayer
-from attn_pass.devices.cpu.linear import rules
+from attn_pass.devices.cpu.linear import few_rows, rules
 from attn_pass.measuring.timing import in_turns
 from bench.harness.command import Json, Quick, Rounds, Threads, finish, started
 from bench.harness.console import plain_console
 from bench.harness.document import Column, Row, Table
 
-SHAPES = ((96, 384), (192, 192), (192, 768), (768, 192), (384, 384), (384, 1536), (768, 768), (768, 3072), (3072, 768))
-ROWS = (1, 4, 16, 64, 512, 2048)
+SHAPES = (
+    *((96, 384), (192, 192), (192, 768), (768, 192), (384, 384), (384, 1536)),
+    *((768, 768), (768, 3072), (3072, 768), (4096, 4096)),
+)
+ROWS = (1, 2, 4, 8, 16, 64, 512, 2048)
 _BYTES, _FEW, _SECONDS = 100e6, 256, 0.01
+_MOST_OF_KERNEL = 16
 COLUMNS = (
     Column("features", "features"),
     Column("width", "width"),
@@ -31,6 +35,7 @@ COLUMNS = (
     Column("torch us", "torch", ",.1f"),
     Column("A/A", "again", ".2f"),
     Column("oneDNN", "plain", ".2f"),
+    Column("CPU kernel", "kernel", ".2f"),
     Column("by columns", "columns", ".2f"),
     Column("no bias", "unbiased", ".2f"),
     Column("packed by MKL", "mkl", ".2f"),
@@ -39,8 +44,8 @@ COLUMNS = (
 )
 _NOTE = (
     "Speedup over torch.addmm(bias, rows, weight.t()), whose time is in microseconds; by columns: the weight is stored "
-    "transposed, compared with torch.addmm of it; no bias: compared with torch.mm. Taken: on AMD's processors the pass "
-    "gives it to oneDNN, with a bias and without `freezing`; by columns from 4 rows on."
+    "transposed, compared with torch.addmm of it; no bias: compared with torch.mm. Taken: what the pass gives it to on "
+    "AMD's processors, with a bias and without `freezing`; by columns to oneDNN, from 4 rows on."
 )
 
 
@@ -50,7 +55,8 @@ def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str
     x, bias = torch.randn(rows, features, dtype=dtype), torch.randn(width, dtype=dtype)
     weights = [torch.randn(width, features, dtype=dtype) for _ in range(copies)]
     turned = [w.t().contiguous().t() for w in weights]  # stored by columns
-    packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights]
+    knows = dtype != torch.float16 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    packed = [torch.ops.mkldnn._reorder_linear_weight(w, rows) for w in weights if knows]
 
     def by_torch(of: list[torch.Tensor], added: torch.Tensor | None = bias) -> Callable[[], Any]:
         turn = cycle(of)
@@ -62,16 +68,19 @@ def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str
         turn = cycle(of)
         return lambda: torch.ops.mkldnn._linear_pointwise.default(x, next(turn), added, "none", [], "")
 
-    calls = {
-        "torch": by_torch(weights),
-        "again": by_torch(weights),
-        "plain": by_onednn(weights),
-        "torch columns": by_torch(turned),
-        "columns": by_onednn(turned),
-        "torch unbiased": by_torch(weights, None),
-        "unbiased": by_onednn(weights, None),
-        "packed": by_onednn(packed),
-    }
+    calls = {"torch": by_torch(weights), "again": by_torch(weights)}
+    if knows:
+        calls |= {
+            "plain": by_onednn(weights),
+            "torch columns": by_torch(turned),
+            "columns": by_onednn(turned),
+            "torch unbiased": by_torch(weights, None),
+            "unbiased": by_onednn(weights, None),
+            "packed": by_onednn(packed),
+        }
+    if rows <= _MOST_OF_KERNEL:
+        turn = cycle(weights)
+        calls["kernel"] = lambda: few_rows.OPERATOR(x, next(turn), bias)
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         both = cycle([(torch.ops.mkl._mkl_reorder_linear_weight(w, rows), w) for w in weights])
         calls["mkl"] = lambda: torch.ops.mkl._mkl_linear(x, *next(both), bias, rows)
@@ -84,20 +93,20 @@ def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) 
     beside = {"columns": "torch columns", "unbiased": "torch unbiased"}
     speedups = {n: us[beside.get(n, "torch")] / us[n] for n in us if not n.startswith("torch")}
     layer = LinearLayer(dtype, rows, features, width, True, True, False, False)
-    taken = "yes" if rules.is_faster_on_amd(layer) else "-"
+    taken = "CPU kernel" if rules.has_few_rows(layer) else "oneDNN" if rules.is_faster_on_amd(layer) else "-"
     return {"features": features, "width": width, "rows": rows, "torch": us["torch"], **speedups, "taken": taken}
 
 
 def _tables(rounds: int, quick: bool) -> Iterator[Table]:
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         table = Table(f"Linear layers, {str(dtype).removeprefix('torch.')}", COLUMNS, notes=[_NOTE])
-        shapes = product(SHAPES[-2:-1] if quick else SHAPES, ROWS[:2] if quick else ROWS)
+        shapes = product(SHAPES[-3:-2] if quick else SHAPES, ROWS[:2] if quick else ROWS)
         table.rows += [_row(rows, features, width, dtype, rounds) for (features, width), rows in shapes]
         yield table
 
 
 def main(json_file: Json = None, threads: Threads = 2, rounds: Rounds = 7, quick: Quick = False) -> None:
-    """Linear layers by the library that torch calls, and by oneDNN."""
+    """Linear layers by the library that torch calls, by oneDNN, and by the CPU kernel."""
     document = started("Linear layers by another library", threads=threads, rounds=rounds)
     document.tables += _tables(rounds, quick)
     finish(plain_console(), document, json_file)

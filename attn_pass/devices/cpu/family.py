@@ -82,9 +82,11 @@ class Cpu(Family):
             import_module("attn_pass.devices.cpu.kernel.gradient_template")
         if "attn_pass.devices.cpu.linear.operator" in sys.modules:
             import_module("attn_pass.devices.cpu.linear.lowering")
+        if "attn_pass.devices.cpu.linear.few_rows" in sys.modules:
+            import_module("attn_pass.devices.cpu.linear.few_rows_template")
 
     def faster_linear(self, layer: LinearLayer) -> FasterLinear | None:
-        """By oneDNN, on processors where that was measured."""
+        """By the CPU kernel or oneDNN, on processors where that was measured."""
         return faster_linear(layer)
 
     def new_rows_us(self, layer: LinearLayer, *, chooses: bool) -> float:

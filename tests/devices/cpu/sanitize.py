@@ -66,6 +66,7 @@ def here(sanitizer: str, name: str) -> None:
     import test_cpu_attention as drawn
     import test_cpu_backward as drawn_backwards
     import test_cpu_lanes as drawn_lanes
+    import test_linear_of_few_rows as drawn_linear
     import test_packed_rows as drawn_packed
     import torch
 
@@ -84,6 +85,7 @@ def here(sanitizer: str, name: str) -> None:
     failed += [text for dtype in drawn.DTYPES for text in drawn_backwards.failures(dtype, COUNT // 2, seed=13)]
     failed += drawn_backwards.failures(torch.float32, COUNT // 4, seed=14, scored=1.0)
     failed += [text for dtype in drawn.DTYPES for text in drawn_packed.failures(dtype, COUNT // 2, seed=15)]
+    failed += [text for dtype in drawn.DTYPES for text in drawn_linear.failures(dtype, COUNT // 2, seed=17)]
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -187,6 +187,7 @@ TOLD = """
 import os
 from attn_pass.devices.cpu.kernel import build, source
 import sanitize, test_cpu_attention as attention, test_cpu_dropout as dropout, test_cpu_lanes as lanes
+import test_linear_of_few_rows as linear
 
 build._FLAGS = ("-O1", *build._FLAGS[1:])  # half the compiler's time
 for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):
@@ -199,6 +200,7 @@ for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):
     build.of_this_machine = lambda tiles: (*told, *(s for s in source.of_this_machine(tiles) if s not in told))
     found = attention.failures(attention.torch.bfloat16, 100, seed=8)
     found += lanes.failures(attention.torch.bfloat16, 30, seed=2)
+    found += linear.failures(attention.torch.bfloat16, 30, seed=3)
     assert not found, found
     dropout.test_a_weight_is_dropped_by_its_place_and_the_seed((2, 2, 100, 130), attention.torch.bfloat16)
     os._exit(0)

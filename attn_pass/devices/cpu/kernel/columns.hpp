@@ -174,3 +174,11 @@ template <int MR, int NR, bool HALF = false> struct ProductSums {
     }
   }
 };
+
+// Lane i: the sum of x[i], or the largest; of N rows.
+template <int N> ATTN_INLINE vec sums_of(const vec* x) {
+  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::add(a, b); });
+}
+template <int N> ATTN_INLINE vec maxima_of(const vec* x) {
+  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::max(a, b); });
+}

@@ -120,6 +120,14 @@ struct BackwardArgs {
   Output summed[1 + CAPTURED];
 };
 
+// out = input @ weight^T + bias: input (rows, features), out (rows, width) and bias contiguous, weight (width, features).
+struct LinearArgs {
+  const void *input, *weight, *bias;  // of one type; the bias may be null
+  void* out;
+  i64 rows, features, width;
+  i32 threads;
+};
+
 constexpr i64 UNBOUNDED = i64(1) << 60;
 
 // Sizes of an arena's parts, each on a line of its own. For the address sanitizer there is a gap behind each.
@@ -205,17 +213,17 @@ inline void run_tasks(i64 count, Task task, const void* job, int threads) {
   for (i64 t = 0; t < count; ++t) task(job, t);
 }
 
-inline int threads_for(const Args& a) {
-  const double work = double(a.B) * a.H * a.L * a.S * (a.D + a.DV);
+inline int threads_for(double work, i32 asked) {
   if (work < 3e5) return 1;  // less than waking a thread takes
 #ifdef ATTN_THREADS
-  return a.threads;
+  return asked;
 #elif defined(_OPENMP)
-  return a.threads > 0 ? a.threads : omp_in_parallel() ? 1 : omp_get_max_threads();
+  return asked > 0 ? asked : omp_in_parallel() ? 1 : omp_get_max_threads();
 #else
   return 1;
 #endif
 }
+inline int threads_for(const Args& a) { return threads_for(double(a.B) * a.H * a.L * a.S * (a.D + a.DV), a.threads); }
 
 template <int N> using Number = std::integral_constant<int, N>;
 

@@ -33,8 +33,15 @@ _COMMON_FILES = (
     "many.hpp",
     "segments.hpp",
 )
+LINEAR = "multiply"
+"""A linear layer of few rows, which takes ``LinearArgs``."""
 _FILES = (*_COMMON_FILES, "lanes.hpp", "few.hpp")
-_BACKWARD_FILES = (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp")
+_FILES_OF = {
+    BACKWARD: (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp"),
+    LINEAR: ("columns.hpp", "linear.hpp"),
+}
+_NAMES_OF = {BACKWARD: f"{_OUTER}_back", LINEAR: f"{_OUTER}_linear"}
+_ARGUMENTS_OF = {BACKWARD: "BackwardArgs", LINEAR: "LinearArgs"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def in_tiles(dtype: torch.dtype, kernel: str = "attend_type", *, trains: bool = 
     Tiles are of bfloat16. What a backward reads is left by the products that it makes again, which has none; few rows
     leave tiles empty.
     """
-    return dtype == torch.bfloat16 and kernel not in (BACKWARD, "attend_few") and not trains
+    return dtype == torch.bfloat16 and kernel not in (BACKWARD, LINEAR, "attend_few") and not trains
 
 
 def everywhere(tiles: bool) -> tuple[InstructionSet, ...]:
@@ -126,28 +133,27 @@ _END = """
 
 
 def namespace_of(sets: Sequence[InstructionSet], score: str, kernel: str = "attend_type") -> str:
-    """The namespace everything lies in, since a package is one file: one for each score function and direction.
+    """The namespace everything lies in, since a package is one file: one for each score function and kernel.
 
     And for each choice of instruction sets: those with tiles are left out of a kernel that has no use for them.
     """
-    outer = f"{_OUTER}_back" if kernel == BACKWARD else _OUTER
+    outer = _NAMES_OF.get(kernel, _OUTER)
     outer = f"{outer}_tiles" if any(s.has_tiles for s in sets) else outer
     return f"{outer}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else outer
 
 
 def arguments_of(kernel: str) -> str:
     """The structure of `common.hpp` that a kernel takes."""
-    return "BackwardArgs" if kernel == BACKWARD else "Args"
+    return _ARGUMENTS_OF.get(kernel, "Args")
 
 
 def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel: str = "attend_type") -> str:
     """Everything but an entry, in C++17; ``NAMESPACE::SET::attend_type<...>(args)`` are the kernels.
 
     ``score`` is a score function as `scores.written` writes it, or empty for the scaled product. With the ``kernel``
-    `BACKWARD` it is the source of that one instead.
+    `BACKWARD` or `LINEAR` it is the source of that one instead.
     """
-    files = _BACKWARD_FILES if kernel == BACKWARD else _FILES
-    body = "\n".join(_namespace(s, files) for s in sets)
+    body = "\n".join(_namespace(s, _FILES_OF.get(kernel, _FILES)) for s in sets)
     if score:
         names = {"ATTN_SCORE": score, **(slopes.macros(score) if kernel == BACKWARD else {})}
         defined = "".join(f"#define {name} {text}\n" for name, text in names.items())
@@ -207,7 +213,8 @@ def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
 @cache
 def identity() -> str:
     """A hash of the kernel and of what writes it into generated code, where Inductor's caches do not see it."""
-    files = sorted(p for kind in ("*.hpp", "*.py") for p in _HERE.glob(kind))
+    places = (_HERE, _HERE.parent / "linear")
+    files = sorted(p for place in places for kind in ("*.hpp", "*.py") for p in place.glob(kind))
     return hashlib.sha256(b"\0".join(p.name.encode() + p.read_bytes() for p in files)).hexdigest()
 
 

@@ -91,7 +91,7 @@ class TemplateCall(CppTemplate):
         """The kernel's source and the function that fills its arguments in."""
         assert not epilogue_nodes, "nothing is fused into it"
         out = self.output_node if template_buffer_node is None else template_buffer_node
-        dtype, chosen = self.operands["q"].get_dtype(), self.chosen_kernel()
+        dtype, chosen = next(iter(self.operands.values())).get_dtype(), self.chosen_kernel()
         sets = _sets(in_tiles(dtype, chosen, trains="statistics" in self.written))
         return str(
             self._template_from_string(_SOURCE).render(

@@ -260,14 +260,6 @@ ATTN_INLINE vec taken_off(const RunningLanes& r) {
   return Isa::keep(Isa::differ(r.top, Isa::set1(-std::numeric_limits<float>::infinity())), r.top, Isa::zero());
 }
 
-// Lane i: the sum of x[i], or the largest; of N rows.
-template <int N> ATTN_INLINE vec sums_of(const vec* x) {
-  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::add(a, b); });
-}
-template <int N> ATTN_INLINE vec maxima_of(const vec* x) {
-  return Isa::joined<N>(x, [](vec a, vec b) ATTN_LAMBDA { return Isa::max(a, b); });
-}
-
 // The running numbers of the rows of a strip.
 template <int ROWS_THERE> struct RunningStrip {
   static constexpr int N = ROWS_THERE < W ? ROWS_THERE : W, PARTS = (ROWS_THERE + N - 1) / N;

@@ -1,1 +1,1 @@
-"""Linear layers on CPUs, given to oneDNN where it is faster than what torch's call for them takes."""
+"""Linear layers on CPUs, given to the CPU kernel or to oneDNN where these are faster than torch's call."""

@@ -1,4 +1,7 @@
-"""Where oneDNN multiplies a linear layer faster than torch's call does: by measurements on Zen 4 alone.
+"""Where another kernel than torch's multiplies a linear layer faster: by measurements on Zen 4 alone.
+
+Of few rows the weights are all there is to read, and torch's calls do not reach the memory's rate, which the CPU kernel
+does. A frozen program's weights, which Inductor packs, oneDNN reads faster: there the kernel is taken for fewer rows.
 
 In float32 torch calls MKL, which does not reach on AMD's processors what they can: oneDNN takes 0.5 to 1.1 times its
 time where the weight has 2^18 elements or the product 1e8 operations; smaller calls lose more on the way to oneDNN than
@@ -12,23 +15,38 @@ import torch
 
 from attn_pass.devices.base import FasterLinear, LinearLayer
 from attn_pass.devices.cpu.facts import instruction_set, is_amd
+from attn_pass.devices.cpu.kernel import build
 
 _FEWEST_WEIGHTS = 1 << 18
 _LEAST_WORK = 1e8
 _LEAST_WORK_OF_ANY_ROWS = 2e8  # oneDNN makes code for each number of rows that it meets first, 0.6 ms each time
 _FEWEST_ROWS_BY_COLUMNS = 4
+_MOST_ROWS, _MOST_ROWS_PACKED = 16, {torch.float32: 2, torch.bfloat16: 8, torch.float16: 16}
 _CODE_US, _CODE_US_HALF = 600.0, 1000.0  # measured: 0.6 ms in float32, 0.7 to 2.2 ms in bfloat16
 _NO_MKL = "oneDNN is faster than MKL on this processor"
 _NO_COPY = "oneDNN adds the bias without a copy of it"
+_READ_ONCE = "few rows take as long as their weights take to be read, which the kernel reads at the memory's rate"
 
 
 def faster_linear(layer: LinearLayer) -> FasterLinear | None:
     """The call that is faster for a layer, and why; None where it is not, or was not measured."""
-    if not is_amd() or not instruction_set().startswith("avx512") or _is_tuned_by_inductor() or not _is_onednn_on():
+    if not is_amd() or not instruction_set().startswith("avx512") or _is_tuned_by_inductor():
         return None
-    if not is_faster_on_amd(layer):
+    if has_few_rows(layer) and not build.missing():
+        return _by_kernel()
+    if not _is_onednn_on() or not is_faster_on_amd(layer):
         return None
     return _by_onednn(_NO_MKL if layer.dtype == torch.float32 else _NO_COPY)
+
+
+def has_few_rows(layer: LinearLayer) -> bool:
+    """Whether the CPU kernel takes less time for a layer than torch's call, oneDNN and packed weights do."""
+    if not layer.has_static_rows or layer.by_columns or layer.dtype not in _MOST_ROWS_PACKED:
+        return False
+    if layer.dtype == torch.float16 and layer.rows == 1:
+        return False  # torch has a kernel of its own, which is as fast
+    most = _MOST_ROWS_PACKED[layer.dtype] if layer.is_constant else _MOST_ROWS
+    return layer.rows <= most and layer.features * layer.width >= _FEWEST_WEIGHTS
 
 
 def new_rows_us(layer: LinearLayer, *, chooses: bool) -> float:
@@ -44,6 +62,8 @@ def new_rows_us(layer: LinearLayer, *, chooses: bool) -> float:
 
 def is_faster_on_amd(layer: LinearLayer) -> bool:
     """Whether oneDNN takes less time for a layer there than torch's call does."""
+    if layer.is_packaged:
+        return False  # it is oneDNN's already, packed and fused with what follows
     if layer.by_columns and layer.rows < _FEWEST_ROWS_BY_COLUMNS:
         return False  # it reads the weight at 0.6 to 1.1 times MKL's rate then
     if layer.dtype == torch.float32:
@@ -83,3 +103,9 @@ def _by_onednn(reason: str) -> FasterLinear:
     from attn_pass.devices.cpu.linear.operator import ONEDNNS, OPERATOR
 
     return FasterLinear(OPERATOR, "oneDNN", reason, tuple(ONEDNNS))
+
+
+def _by_kernel() -> FasterLinear:
+    from attn_pass.devices.cpu.linear.few_rows import OPERATOR
+
+    return FasterLinear(OPERATOR, "the CPU kernel", _READ_ONCE)

@@ -1,0 +1,64 @@
+"""`attn_pass::linear_of_few_rows`: a linear layer by the CPU kernel, which reads every weight once, as it lies."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from attn_pass.devices.cpu.kernel.build import entry
+from attn_pass.devices.cpu.kernel.source import LINEAR
+
+LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
+LIBRARY.define(
+    "linear_of_few_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class LinearArgs(ctypes.Structure):
+    """``LinearArgs`` of `common.hpp`, member by member."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "features", "width")),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def linear_of_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``input @ weight.T + bias``, with sums in float32: (..., K) and (N, K) to (..., N), contiguous.
+
+    Any number of rows is right; few are fast. Results are the same for any number of threads.
+
+    Raises:
+        NoCompilerError: the kernel cannot be built on this machine.
+    """
+    result = _shape(input, weight, bias)
+    if result.numel() == 0:
+        return result
+    input, weight = input.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    width, features = weight.shape
+    args = LinearArgs(
+        input.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        result.data_ptr(),
+        rows=result.numel() // width,
+        features=features,
+        width=width,
+        threads=torch.get_num_threads(),
+    )
+    entry(input.dtype, kernel=LINEAR)(ctypes.byref(args))
+    return result
+
+
+def _shape(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+LIBRARY.impl("linear_of_few_rows", linear_of_few_rows, "CPU")
+torch.library.register_fake("attn_pass::linear_of_few_rows", _shape, lib=LIBRARY)
+OPERATOR = torch.ops.attn_pass.linear_of_few_rows.default

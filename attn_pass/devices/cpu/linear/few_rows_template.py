@@ -1,0 +1,52 @@
+"""Inductor's code for `attn_pass::linear_of_few_rows`: the kernel's template, with the source in the generated code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch._inductor import ir
+from torch._inductor.lowering import register_lowering
+from torch._inductor.utils import sympy_product
+
+from attn_pass.devices.cpu.kernel.source import LINEAR
+from attn_pass.devices.cpu.kernel.template import Filled, TemplateCall, emitted, laid_out
+from attn_pass.devices.cpu.linear.few_rows import OPERATOR
+
+
+class _LinearCall(TemplateCall):
+    name = "attn_pass_linear"
+
+    def chosen_kernel(self) -> str:
+        return LINEAR
+
+    def filled(self, kernel: Any, out: Any) -> Filled:
+        return _FilledLinear(self, kernel, out)
+
+
+class _FilledLinear(Filled):
+    """The statements that fill ``LinearArgs`` in."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"  args.{line};" for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        operands = self.template.operands
+        for name in operands:
+            yield f"{name} = {self.pointer(name)}"
+        yield "out = out"
+        *rows, features = operands["input"].get_size()
+        sizes = {"rows": sympy_product(rows), "features": features, "width": operands["weight"].get_size()[0]}
+        for name, size in sizes.items():
+            yield f"{name} = {self.number(size)}"
+
+
+@register_lowering(OPERATOR, type_promotion_kind=None)
+def lower(input: Any, weight: Any, bias: Any = None) -> Any:
+    """A contiguous buffer."""
+    given = {"input": input, "weight": weight, "bias": bias}
+    contiguous = ir.ExternKernel.require_contiguous
+    operands = {name: laid_out(contiguous(x)) for name, x in given.items() if x is not None}
+    size = [*input.get_size()[:-1], weight.get_size()[0]]
+    layout = ir.FixedLayout(device=input.get_device(), dtype=input.get_dtype(), size=size)
+    return emitted(_LinearCall(operands, layout, {}, "", {}))

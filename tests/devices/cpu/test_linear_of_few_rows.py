@@ -1,0 +1,205 @@
+"""Linear layers of few rows by the CPU kernel: which are, that the numbers are right, compiled and in packages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attn_pass
+from attn_pass.devices.base import LinearLayer
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.devices.cpu.linear import rules
+from attn_pass.devices.cpu.linear.few_rows import OPERATOR
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+ERRORS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+SIZES = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 100, 250, 1024, 2048, 4100)
+WIDTHS = (1, 2, 3, 5, 15, 16, 17, 40, 64)
+
+
+def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
+    """Drawn calls that come out wrong, in words; beside float64, relative to the largest result."""
+    rng, faults = random.Random(seed), []
+    torch.manual_seed(seed)
+    for n in range(count):
+        rows, features, width = rng.randint(1, 20), rng.choice(SIZES), rng.choice(WIDTHS)
+        x, weight = torch.randn(rows, features).to(dtype), torch.randn(width, features).to(dtype)
+        bias = torch.randn(width).to(dtype) if rng.random() < 0.5 else None
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        wrong = float((OPERATOR(x, weight, bias).double() - exact).abs().max() / exact.abs().max())
+        if not wrong <= ERRORS[dtype]:
+            faults.append(f"{dtype} {seed}.{n}: {wrong:.1e}, {rows} rows, {features} to {width}, {bias is not None}")
+    return faults
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_drawn_calls_are_right(dtype: torch.dtype) -> None:
+    assert failures(dtype, 200, seed=1) == []
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
+    x, weight, threads = torch.randn(3, 300).to(dtype), torch.randn(1000, 300).to(dtype), torch.get_num_threads()
+    try:
+        results = []
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            results.append(OPERATOR(x, weight))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
+    """What fills the vectors up at their ends, and the rows that make up for those that are not there, is zero."""
+    x, weight = torch.ones(5, 37, dtype=dtype), torch.ones(19, 37, dtype=dtype)
+    x[1, -1], x[3, 0], weight[18, 36] = float("nan"), float("inf"), float("inf")
+    expected = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(OPERATOR(x, weight).double(), expected, equal_nan=True)
+
+
+def test_shapes() -> None:
+    """Several dimensions of rows, none, rows that are transposed, sizes of zero."""
+    weight, bias = torch.randn(6, 8), torch.randn(6)
+    for x in (torch.randn(2, 3, 8), torch.randn(8), torch.randn(8, 3).t(), torch.randn(0, 8), torch.randn(4, 2, 0, 8)):
+        torch.testing.assert_close(OPERATOR(x, weight, bias), F.linear(x, weight, bias))
+    torch.testing.assert_close(OPERATOR(torch.randn(3, 0), torch.randn(6, 0), bias), bias.expand(3, 6))
+    torch.library.opcheck(OPERATOR, (torch.randn(2, 8), weight, bias))
+
+
+# ---------------------------------------------------------------- which are taken
+
+E = 512  # a weight of 2^18 elements
+ONE = LinearLayer(torch.bfloat16, 1, E, E, False, True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"rows": 16}, True),
+        ({"rows": 17}, False),
+        ({"has_bias": True}, True),
+        ({"dtype": torch.float32}, True),
+        ({"dtype": torch.float64}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float16, "rows": 2}, True),
+        ({"width": E - 1}, False),
+        ({"has_static_rows": False}, False),
+        ({"by_columns": True}, False),
+        ({"is_constant": True, "rows": 8}, True),
+        ({"is_constant": True, "rows": 9}, False),
+        ({"is_constant": True, "rows": 2, "dtype": torch.float32}, True),
+        ({"is_constant": True, "rows": 3, "dtype": torch.float32}, False),
+        ({"is_constant": True, "is_packaged": True}, True),
+    ],
+    ids=str,
+)
+def test_the_layers_that_were_measured(changed: dict[str, object], taken: bool) -> None:
+    assert rules.has_few_rows(replace(ONE, **changed)) == taken  # type: ignore[arg-type]
+
+
+def test_where_the_processor_the_compiler_or_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "is_amd", lambda: True)
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx512_bf16")
+    faster = rules.faster_linear(ONE)
+    assert faster is not None and faster.operator is OPERATOR and tuple(faster.activations) == ("none",)
+    with torch._inductor.config.patch(max_autotune=True):
+        assert rules.faster_linear(ONE) is None
+    with torch.backends.mkldnn.flags(enabled=False):  # it is not oneDNN's
+        assert rules.faster_linear(ONE) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "missing", lambda: "no compiler")
+        assert rules.faster_linear(ONE) is None
+    for name, value in (("instruction_set", lambda: "avx2"), ("is_amd", lambda: False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(rules, name, value)
+            assert rules.faster_linear(ONE) is None
+
+
+# ---------------------------------------------------------------- delivered
+
+
+class Decoding(nn.Module):
+    """A query a sequence, over keys that are given: layers before and after its attention."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = (nn.Linear(E, E, bias=bias, dtype=dtype) for bias in (True, False))
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(B, 1, E), (B, 8, S, E / 8) and the same, to (B, 1, E)."""
+        q = self.before(x).unflatten(-1, (8, -1)).transpose(1, 2)
+        return F.silu(self.after(((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+
+def inputs(batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return tuple(torch.randn(batch, *shape).to(dtype) for shape in ((1, E), (8, 90, E // 8), (8, 90, E // 8)))
+
+
+@pytest.fixture
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of the processors where it was measured, whatever this one is."""
+    monkeypatch.setattr(rules, "is_amd", lambda: True)
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx512_bf16")
+
+
+def check(program: object, model: Decoding, given: tuple[Tensor, ...]) -> None:
+    """Compares with float64, as far as stock is from it."""
+    with torch.no_grad():
+        got, plain = program(*given), model(*given)  # type: ignore[operator]
+        dtype = given[0].dtype
+        exact = model.double()(*(x.double() for x in given))
+        model.to(dtype)
+    error, stock = ((y - exact).abs().max() for y in (got, plain))
+    assert error <= 2 * stock + 1e-5, (error, stock)
+
+
+@pytest.mark.usefixtures("on_amd")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layers_of_a_decoding_model(dtype: torch.dtype) -> None:
+    model, given = Decoding(dtype).eval(), inputs(2, dtype)
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    with torch.no_grad():
+        explained = attn_pass.explain(model, *given, attn_pass_options={"choose": "fused"})
+    with torch.no_grad(), attn_pass.record() as report:
+        check(torch.compile(model, backend=backend), model, given)
+    assert report.linear_layers == []  # another compiler's are as they were
+    (record,) = explained.linear_layers
+    assert record.library == "the CPU kernel" and record.layers == 2
+    assert "linear layers multiplied by the CPU kernel: 512 to 512 features" in str(explained)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_amd")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiled(frozen: bool) -> None:
+    dtype = torch.bfloat16
+    model, given = Decoding(dtype).eval(), inputs(3, dtype)
+    torch._dynamo.reset()
+    options = {"choose": "fused", "on_error": "raise"}
+    with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
+        check(torch.compile(model, backend=attn_pass.backend, options=options), Decoding(dtype).eval(), given)
+    assert [record.layers for record in report.linear_layers] == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_amd")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_in_a_package(frozen: bool, tmp_path: Path) -> None:
+    model, given = Decoding(torch.float32).eval(), inputs(2, torch.float32)
+    options = {"choose": "fused", "on_error": "raise"}
+    with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
+        path = attn_pass.aot_compile(model, given, package_path=tmp_path / "m.pt2", options=options)
+    assert [record.layers for record in report.linear_layers] == [2]
+    check(torch._inductor.aoti_load_package(str(path)), model, given)
