@@ -133,31 +133,32 @@ def _patches(options: Options) -> dict[str, Any]:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, shield_patches, slot_of, without
+    from attn_pass.entries.shield import OWN, SAVED_SLOT, SLOTS, shield_patches, slot_of, without
 
     # A base class would make `import attn_pass` import Inductor, which takes seconds.
     CustomGraphPass.register(RewritePass)
-    slots = {name: getattr(config, name) for name in (PRE_GRAD_SLOT, PRE_SLOT, POST_SLOT)}
+    slots = {name: getattr(config, name) for name in (PRE_GRAD_SLOT, *SLOTS)}
     if has_pre_grad_timing():
         slots[TIMING] = config.pre_grad_pass_timing
     others = without(slots[PRE_GRAD_SLOT], (RewritePass,))
     patches = {PRE_GRAD_SLOT: slot_of([*others, RewritePass(options, before=slots)])}
     if has_pre_grad_timing():
         patches[TIMING] = "early"  # "late" passes do not run at all when the cache has the graph
-    if options.shield:
-        return patches | shield_patches(slots, options)
-    return patches | {name: slot_of(without(slots[name], (Shield, Unshield))) for name in (PRE_SLOT, POST_SLOT)}
+    own = shield_patches(slots, options)
+    if not options.shield:
+        own = {name: slot_of(without(slots[name], OWN)) for name in SLOTS} | {SAVED_SLOT: own[SAVED_SLOT]}
+    return patches | own
 
 
 def _cleared(installed: RewritePass) -> dict[str, Any]:
     """Values of the slots without attn_pass: the earlier values, if no one else has changed them since."""
     from torch._inductor import config
 
-    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, passes_of, slot_of, without
+    from attn_pass.entries.shield import OWN, SLOTS, passes_of, slot_of, without
 
     values: dict[str, Any] = {}
-    for name in (PRE_GRAD_SLOT, PRE_SLOT, POST_SLOT):
-        others = without(getattr(config, name), (RewritePass, Shield, Unshield))
+    for name in (PRE_GRAD_SLOT, *SLOTS):
+        others = without(getattr(config, name), (RewritePass, *OWN))
         before = installed.before[name]
         values[name] = before if others == list(passes_of(before)) else slot_of(others)
     if has_pre_grad_timing() and config.pre_grad_pass_timing == "early":

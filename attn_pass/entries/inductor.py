@@ -24,11 +24,11 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
     """Inductor config patches for one compile: those of the mode, the user's over them, and the shield."""
     from torch._inductor import config
 
-    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
+    from attn_pass.entries.shield import SLOTS, shield_patches
 
     # torch's own wrapper also sets what CUDA graphs need in the environment.
     patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
-    slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
+    slots = {name: patches.get(name, getattr(config, name)) for name in SLOTS}
     patches.update(shield_patches(slots, options))
     if options.timeline:
         from attn_pass.entries.timeline import SLOT, ranges

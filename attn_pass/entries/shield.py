@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from attn_pass.compat import pre_grad_slot_takes_list
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.identity import identity
+from attn_pass.entries.saved_values import SavedValues
 from attn_pass.graph.provenance import is_left_to_stock
 from attn_pass.options import Options
 
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 
 GraphPass = Callable[[Graph], None]
 
-PRE_SLOT, POST_SLOT = "joint_custom_pre_pass", "joint_custom_post_pass"
+PRE_SLOT, POST_SLOT, SAVED_SLOT = "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_post_pass"
+SLOTS = (PRE_SLOT, POST_SLOT, SAVED_SLOT)
 
 _REGION = "mutation_region_id"
 _WHOLE_SOFTMAX = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._safe_softmax.default})
@@ -74,19 +76,22 @@ class Unshield(CustomGraphPass):
         return _identity("unshield")
 
 
+OWN = (Shield, Unshield, SavedValues)
+"""The passes of this package in these slots."""
+
+
 def shield_patches(slots: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Inductor config patches that add the shield to what the two joint slots hold.
+    """Inductor config patches that add the shield, and the layout of saved values, to what the slots hold.
 
     Without the shield its second pass, which then has nothing to do, still tells Inductor's caches which kernels the
     graph was lowered by.
 
     Args:
-        slots: current values of `joint_custom_pre_pass` and `joint_custom_post_pass`; what others put there stays.
+        slots: current values of `SLOTS`; what others put there stays.
         options: the user's.
     """
-    before = without(slots.get(PRE_SLOT), (Shield,))
-    after = without(slots.get(POST_SLOT), (Unshield,))
-    patches = {POST_SLOT: slot_of([Unshield(), *after])}
+    before, after, last = (without(slots.get(name), OWN) for name in SLOTS)
+    patches = {POST_SLOT: slot_of([Unshield(), *after]), SAVED_SLOT: slot_of([*last, SavedValues()])}
     return {PRE_SLOT: slot_of([*before, Shield(options)]), **patches} if options.shield else patches
 
 

@@ -24,7 +24,10 @@ from attn_pass.entries.hook import RewritePass, is_root
 from attn_pass.entries.shield import Shield, Unshield, passes_of
 from attn_pass.options import make_options
 
-SLOTS = ("pre_grad_custom_pass", "pre_grad_pass_timing", "joint_custom_pre_pass", "joint_custom_post_pass")
+SLOTS = (
+    *("pre_grad_custom_pass", "pre_grad_pass_timing", "joint_custom_pre_pass", "joint_custom_post_pass"),
+    "post_grad_custom_post_pass",
+)
 
 
 @pytest.fixture(autouse=True)

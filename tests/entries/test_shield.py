@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import attn_pass
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.entries import shield as shield_file
+from attn_pass.entries.saved_values import SavedValues
 from attn_pass.entries.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
 from attn_pass.options import Options
 
@@ -159,5 +160,6 @@ def test_a_changed_cpu_kernel_is_another_identity(monkeypatch: pytest.MonkeyPatc
 def test_without_the_shield_inductors_caches_still_know_the_kernels() -> None:
     """A graph names the operator alone: other kernels than those it was lowered by would run from the cache."""
     patches = shield_patches({}, Options(shield=False))
-    (only,) = (graph_pass for slot in patches.values() for graph_pass in passes_of(slot))
+    only, saved = (graph_pass for slot in patches.values() for graph_pass in passes_of(slot))
     assert isinstance(only, Unshield) and only.uuid() == Unshield().uuid()
+    assert isinstance(saved, SavedValues) and saved.uuid() == SavedValues().uuid()
