@@ -79,9 +79,9 @@ class Options:
             is predicted to be faster. "constants" does so where their weights are constants of the compiled code
             (Inductor's ``freezing``); "parameters" also under torch.compile, whose inputs they are: they are laid into
             one buffer, of which each is a slice then. "off" never does.
-        linear_layers: "best" has linear layers of a graph whose attention is rewritten multiplied by another library
-            than torch's call takes, where that was measured to be faster: oneDNN on AMD's processors, in inference.
-            "off" leaves them.
+        linear_layers: "best" has linear layers of a graph whose attention is rewritten multiplied by another kernel
+            than torch's call takes, where that was measured to be faster: on AMD's processors the CPU kernel or oneDNN,
+            in inference. "off" leaves them.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on. A kind
             ("cuda") of which this machine has none is the first of its table, by data sheets: an H200.

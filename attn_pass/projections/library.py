@@ -1,4 +1,4 @@
-"""Linear layers, around attentions and inside them, that another library computes faster than torch's call.
+"""Linear layers, around attentions and inside them, that another kernel computes faster than torch's call.
 
 They are most of a model's time, and each is what it was, a product with a bias: nothing has to be proved but that its
 operands and its result have one dtype, and that nobody asks for a gradient.

@@ -1,4 +1,4 @@
-"""The record of linear layers that run in another library than the one torch's call would use."""
+"""The record of linear layers that another kernel multiplies than the one torch's call would use."""
 
 from __future__ import annotations
 
