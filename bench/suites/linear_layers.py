@@ -36,7 +36,8 @@ COLUMNS = (
     Column("A/A", "again", ".2f"),
     Column("oneDNN", "plain", ".2f"),
     Column("CPU kernel", "kernel", ".2f"),
-    Column("by columns", "columns", ".2f"),
+    Column("oneDNN by columns", "columns", ".2f"),
+    Column("CPU kernel by columns", "kernel columns", ".2f"),
     Column("no bias", "unbiased", ".2f"),
     Column("packed by MKL", "mkl", ".2f"),
     Column("packed by oneDNN", "packed", ".2f"),
@@ -68,19 +69,21 @@ def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str
         turn = cycle(of)
         return lambda: torch.ops.mkldnn._linear_pointwise.default(x, next(turn), added, "none", [], "")
 
-    calls = {"torch": by_torch(weights), "again": by_torch(weights)}
+    def by_kernel(of: list[torch.Tensor]) -> Callable[[], Any]:
+        turn = cycle(of)
+        return lambda: few_rows.OPERATOR(x, next(turn), bias)
+
+    calls = {"torch": by_torch(weights), "again": by_torch(weights), "torch columns": by_torch(turned)}
     if knows:
         calls |= {
             "plain": by_onednn(weights),
-            "torch columns": by_torch(turned),
             "columns": by_onednn(turned),
             "torch unbiased": by_torch(weights, None),
             "unbiased": by_onednn(weights, None),
             "packed": by_onednn(packed),
         }
     if rows <= _MOST_OF_KERNEL:
-        turn = cycle(weights)
-        calls["kernel"] = lambda: few_rows.OPERATOR(x, next(turn), bias)
+        calls |= {"kernel": by_kernel(weights), "kernel columns": by_kernel(turned)}
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         both = cycle([(torch.ops.mkl._mkl_reorder_linear_weight(w, rows), w) for w in weights])
         calls["mkl"] = lambda: torch.ops.mkl._mkl_linear(x, *next(both), bias, rows)
@@ -90,7 +93,7 @@ def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str
 def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) -> Row:
     samples = in_turns(_calls(rows, features, width, dtype), (), rounds, seconds=_SECONDS)
     us = {name: statistics.median(of) for name, of in samples.items()}
-    beside = {"columns": "torch columns", "unbiased": "torch unbiased"}
+    beside = {"columns": "torch columns", "kernel columns": "torch columns", "unbiased": "torch unbiased"}
     speedups = {n: us[beside.get(n, "torch")] / us[n] for n in us if not n.startswith("torch")}
     layer = LinearLayer(dtype, rows, features, width, True, True, False, False)
     taken = "CPU kernel" if rules.has_few_rows(layer) else "oneDNN" if rules.is_faster_on_amd(layer) else "-"

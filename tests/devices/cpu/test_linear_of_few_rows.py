@@ -18,9 +18,9 @@ from attn_pass.devices.cpu.linear import rules
 from attn_pass.devices.cpu.linear.few_rows import OPERATOR
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
-ERRORS = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+ERRORS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 SIZES = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 100, 250, 1024, 2048, 4100)
-WIDTHS = (1, 2, 3, 5, 15, 16, 17, 40, 64)
+WIDTHS = (1, 2, 3, 5, 15, 16, 17, 40, 64, 127, 129, 300)
 
 
 def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
@@ -30,11 +30,15 @@ def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
     for n in range(count):
         rows, features, width = rng.randint(1, 20), rng.choice(SIZES), rng.choice(WIDTHS)
         x, weight = torch.randn(rows, features).to(dtype), torch.randn(width, features).to(dtype)
+        if by_columns := rng.random() < 0.5:
+            weight = weight.t().contiguous().t()
         bias = torch.randn(width).to(dtype) if rng.random() < 0.5 else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         wrong = float((OPERATOR(x, weight, bias).double() - exact).abs().max() / exact.abs().max())
         if not wrong <= ERRORS[dtype]:
-            faults.append(f"{dtype} {seed}.{n}: {wrong:.1e}, {rows} rows, {features} to {width}, {bias is not None}")
+            faults.append(
+                f"{dtype} {seed}.{n}: {wrong:.1e}, {rows} rows, {features} to {width}, {by_columns=}, {bias is None=}"
+            )
     return faults
 
 
@@ -62,7 +66,8 @@ def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
     x, weight = torch.ones(5, 37, dtype=dtype), torch.ones(19, 37, dtype=dtype)
     x[1, -1], x[3, 0], weight[18, 36] = float("nan"), float("inf"), float("inf")
     expected = F.linear(x.double(), weight.double())
-    torch.testing.assert_close(OPERATOR(x, weight).double(), expected, equal_nan=True)
+    for lying in (weight, weight.t().contiguous().t()):
+        torch.testing.assert_close(OPERATOR(x, lying).double(), expected, equal_nan=True)
 
 
 def test_shapes() -> None:
@@ -94,7 +99,10 @@ ONE = LinearLayer(torch.bfloat16, 1, E, E, False, True, False, False)
         ({"dtype": torch.float16, "rows": 2}, True),
         ({"width": E - 1}, False),
         ({"has_static_rows": False}, False),
-        ({"by_columns": True}, False),
+        ({"by_columns": True}, True),
+        ({"by_columns": True, "dtype": torch.float16}, True),
+        ({"by_columns": True, "dtype": torch.float32}, False),
+        ({"by_columns": True, "dtype": torch.float32, "rows": 2}, True),
         ({"is_constant": True, "rows": 8}, True),
         ({"is_constant": True, "rows": 9}, False),
         ({"is_constant": True, "rows": 2, "dtype": torch.float32}, True),
@@ -135,11 +143,12 @@ class Decoding(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.before, self.after = (nn.Linear(E, E, bias=bias, dtype=dtype) for bias in (True, False))
+        self.by_columns = nn.Parameter(self.after.weight.detach().t().contiguous())
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, 1, E), (B, 8, S, E / 8) and the same, to (B, 1, E)."""
         q = self.before(x).unflatten(-1, (8, -1)).transpose(1, 2)
-        return F.silu(self.after(((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2)))
+        return F.silu(self.after(((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2))) @ self.by_columns
 
 
 def inputs(batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -177,7 +186,7 @@ def test_layers_of_a_decoding_model(dtype: torch.dtype) -> None:
         check(torch.compile(model, backend=backend), model, given)
     assert report.linear_layers == []  # another compiler's are as they were
     (record,) = explained.linear_layers
-    assert record.library == "the CPU kernel" and record.layers == 2
+    assert record.library == "the CPU kernel" and record.layers == 3
     assert "linear layers multiplied by the CPU kernel: 512 to 512 features" in str(explained)
 
 
@@ -191,7 +200,7 @@ def test_compiled(frozen: bool) -> None:
     options = {"choose": "fused", "on_error": "raise"}
     with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
         check(torch.compile(model, backend=attn_pass.backend, options=options), Decoding(dtype).eval(), given)
-    assert [record.layers for record in report.linear_layers] == [2]
+    assert [record.layers for record in report.linear_layers] == [3]
 
 
 @pytest.mark.slow
@@ -202,5 +211,5 @@ def test_in_a_package(frozen: bool, tmp_path: Path) -> None:
     options = {"choose": "fused", "on_error": "raise"}
     with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
         path = attn_pass.aot_compile(model, given, package_path=tmp_path / "m.pt2", options=options)
-    assert [record.layers for record in report.linear_layers] == [2]
+    assert [record.layers for record in report.linear_layers] == [3]
     check(torch._inductor.aoti_load_package(str(path)), model, given)

@@ -120,12 +120,13 @@ struct BackwardArgs {
   Output summed[1 + CAPTURED];
 };
 
-// out = input @ weight^T + bias: input (rows, features), out (rows, width) and bias contiguous, weight (width, features).
+// out = input @ weight^T + bias: input (rows, features), out (rows, width) and bias contiguous, weight (width, features) or
+// by columns, as (features, width) lies.
 struct LinearArgs {
   const void *input, *weight, *bias;  // of one type; the bias may be null
   void* out;
   i64 rows, features, width;
-  i32 threads;
+  i32 threads, by_columns;
 };
 
 constexpr i64 UNBOUNDED = i64(1) << 60;

@@ -68,16 +68,92 @@ template <class T, int MR> ATTN_INLINE void some_results(const Linear& j, i64 ro
     narrow_some<T>(static_cast<st*>(a.out) + (row + m) * a.width + from, Isa::add(sums_of<W>(sums + m * W), Isa::load(bias)), n);
 }
 
+// ---- weights that lie by columns: sums of SOME results stay in the first cache, and rows of weights are added up in them
+constexpr i64 SOME = 128;
+
+// += up to W columns of the input of MR rows (pairs of features, or features) times as many rows of weights, as they lie, of
+// which NR vectors of results are computed; the last perhaps not whole. The rows that follow are fetched in between.
+template <class T, int MR, int NR>
+ATTN_ONCE void add_rows_of(const i32* x, const typename T::st* w, i64 ldw, i64 features, i64 elements, float* sums) {
+  vec c[MR][NR];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < NR; ++i) c[m][i] = Isa::zero();  // on their own: in one chain the roundings would add up
+  const bool whole = elements >= NR * W;
+  for (i64 k = 0; k < features; k += T::PER_COLUMN, w += T::PER_COLUMN * ldw) {
+    vec weights[NR];
+    for (int i = 0; i < T::PER_COLUMN; ++i)
+      for (size_t byte = 0; byte < NR * W * sizeof(*w); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(w + (T::PER_COLUMN * W + i) * ldw) + byte, 0, 2);
+    if constexpr (T::PAIR) {
+      const bool two = k + 1 < features;
+#pragma GCC unroll 2
+      for (int i = 0; i < NR; i += 2) {
+        vec a, b = Isa::zero();
+        a = whole ? whole_columns<T>(w + i * W) : some_columns<T>(w + i * W, elements - i * W);
+        if (two) b = whole ? whole_columns<T>(w + ldw + i * W) : some_columns<T>(w + ldw + i * W, elements - i * W);
+        Isa::interleave(a, b, weights[i], weights[i + 1]);
+      }
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < NR; ++i) weights[i] = whole ? whole_columns<T>(w + i * W) : some_columns<T>(w + i * W, elements - i * W);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const vec row = Isa::splat_bits(x + m * W + k / T::PER_COLUMN);
+#pragma GCC unroll 4
+      for (int i = 0; i < NR; ++i) c[m][i] = plus_product<T::PAIR>(c[m][i], row, weights[i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < NR; ++i) {
+      float* at = sums + m * SOME + i * W;
+      Isa::store(at, Isa::add(Isa::load(at), c[m][i]));
+    }
+}
+
+template <class T, int MR> ATTN_INLINE void some_results_by_columns(const Linear& j, i64 row, i64 rows, i64 from, i64 n) {
+  using st = typename T::st;
+  constexpr int NR = WEIGHTS<MR>;
+  constexpr i64 BLOCK = W * T::PER_COLUMN;
+  static_assert(SOME % (NR * W) == 0, "a step would leave the sums");
+  const LinearArgs& a = j.a;
+  float sums[MR * SOME] = {};
+  const i32* x = j.rows + row * j.columns;
+  for (i64 k = 0; k < a.features; k += BLOCK, x += MR * W) {
+    const st* weights = static_cast<const st*>(a.weight) + k * a.width + from;
+    for (i64 i = 0; i < n; i += NR * W)
+      add_rows_of<T, MR, NR>(x, weights + i, a.width, std::min(BLOCK, a.features - k), n - i, sums + i);
+  }
+  for (i64 m = 0; m < rows; ++m)
+    for (i64 i = 0; i < n; i += W) {
+      float bias[W] = {};
+      const i64 there = std::min<i64>(W, n - i);
+      for (i64 e = 0; e < there && a.bias; ++e) bias[e] = T::one(static_cast<const st*>(a.bias)[from + i + e]);
+      narrow_some<T>(static_cast<st*>(a.out) + (row + m) * a.width + from + i, Isa::add(Isa::load(sums + m * SOME + i), Isa::load(bias)), there);
+    }
+}
+
+// ---- both
+ATTN_INLINE i64 results_of(const LinearArgs& a) { return a.by_columns ? SOME : W; }  // of a task
+
 template <class T> void linear_task(const void* job, i64 task) {
   const Linear& j = *static_cast<const Linear*>(job);
-  const i64 from = task * W, n = std::min<i64>(W, j.a.width - from);
+  const i64 each = results_of(j.a), from = task * each, n = std::min<i64>(each, j.a.width - from);
   for (i64 row = 0; row < j.a.rows; row += AT_ONCE) {
     const i64 rows = std::min(AT_ONCE, j.a.rows - row);
+    const auto some = [&](auto MR) ATTN_LAMBDA {
+      if (j.a.by_columns) some_results_by_columns<T, MR>(j, row, rows, from, n);
+      else some_results<T, MR>(j, row, rows, from, n);
+    };
     switch (together(rows)) {
-      case 1: some_results<T, 1>(j, row, rows, from, n); break;
-      case 2: some_results<T, 2>(j, row, rows, from, n); break;
-      case 4: some_results<T, 4>(j, row, rows, from, n); break;
-      default: some_results<T, 8>(j, row, rows, from, n);
+      case 1: some(Number<1>{}); break;
+      case 2: some(Number<2>{}); break;
+      case 4: some(Number<4>{}); break;
+      default: some(Number<8>{});
     }
   }
 }
@@ -97,6 +173,6 @@ template <class T> void multiply(const LinearArgs& a) {
         Isa::store_bits(packed, some_columns<T>(static_cast<const st*>(a.input) + (left ? m * a.features + at : 0), left));
       }
   }
-  run_tasks(blocks_of(a.width, W), linear_task<T>, &j, threads_for(2.0 * a.rows * a.features * a.width, a.threads));
+  run_tasks(blocks_of(a.width, results_of(a)), linear_task<T>, &j, threads_for(2.0 * a.rows * a.features * a.width, a.threads));
   call_arena().give_back();
 }

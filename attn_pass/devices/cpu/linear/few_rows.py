@@ -23,12 +23,13 @@ class LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "features", "width")),
-        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("threads", "by_columns")),
     )
 
 
 def linear_of_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ weight.T + bias``, with sums in float32: (..., K) and (N, K) to (..., N), contiguous.
+    """``input @ weight.T + bias``, sums in float32: (..., K) and (N, K), which may be transposed in
+    memory, to (..., N), contiguous.
 
     Any number of rows is right; few are fast. Results are the same for any number of threads.
 
@@ -38,7 +39,8 @@ def linear_of_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None
     result = _shape(input, weight, bias)
     if result.numel() == 0:
         return result
-    input, weight = input.contiguous(), weight.contiguous()
+    by_columns = lies_by_columns(weight)
+    input, weight = input.contiguous(), weight if by_columns else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     width, features = weight.shape
     args = LinearArgs(
@@ -50,9 +52,15 @@ def linear_of_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None
         features=features,
         width=width,
         threads=torch.get_num_threads(),
+        by_columns=by_columns,
     )
     entry(input.dtype, kernel=LINEAR)(ctypes.byref(args))
     return result
+
+
+def lies_by_columns(weight: Tensor) -> bool:
+    """Whether a weight is transposed in memory."""
+    return weight.t().is_contiguous() and not weight.is_contiguous()
 
 
 def _shape(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

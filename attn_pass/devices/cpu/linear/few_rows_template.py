@@ -8,10 +8,11 @@ from typing import Any
 from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.utils import sympy_product
+from torch._inductor.virtualized import V
 
 from attn_pass.devices.cpu.kernel.source import LINEAR
 from attn_pass.devices.cpu.kernel.template import Filled, TemplateCall, emitted, laid_out
-from attn_pass.devices.cpu.linear.few_rows import OPERATOR
+from attn_pass.devices.cpu.linear.few_rows import OPERATOR, lies_by_columns
 
 
 class _LinearCall(TemplateCall):
@@ -37,16 +38,18 @@ class _FilledLinear(Filled):
         yield "out = out"
         *rows, features = operands["input"].get_size()
         sizes = {"rows": sympy_product(rows), "features": features, "width": operands["weight"].get_size()[0]}
-        for name, size in sizes.items():
+        for name, size in {**sizes, **self.template.numbers}.items():
             yield f"{name} = {self.number(size)}"
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def lower(input: Any, weight: Any, bias: Any = None) -> Any:
     """A contiguous buffer."""
-    given = {"input": input, "weight": weight, "bias": bias}
+    by_columns = lies_by_columns(V.graph.current_node.args[1].meta["val"])
     contiguous = ir.ExternKernel.require_contiguous
-    operands = {name: laid_out(contiguous(x)) for name, x in given.items() if x is not None}
+    given = {"input": contiguous(input), "weight": weight if by_columns else contiguous(weight)}
+    given |= {} if bias is None else {"bias": contiguous(bias)}
+    operands = {name: laid_out(x) for name, x in given.items()}
     size = [*input.get_size()[:-1], weight.get_size()[0]]
     layout = ir.FixedLayout(device=input.get_device(), dtype=input.get_dtype(), size=size)
-    return emitted(_LinearCall(operands, layout, {}, "", {}))
+    return emitted(_LinearCall(operands, layout, {}, "", {"by_columns": int(by_columns)}))

@@ -42,10 +42,10 @@ def faster_linear(layer: LinearLayer) -> FasterLinear | None:
 
 def has_few_rows(layer: LinearLayer) -> bool:
     """Whether the CPU kernel takes less time for a layer than torch's call, oneDNN and packed weights do."""
-    if not layer.has_static_rows or layer.by_columns or layer.dtype not in _MOST_ROWS_PACKED:
+    if not layer.has_static_rows or layer.dtype not in _MOST_ROWS_PACKED:
         return False
-    if layer.dtype == torch.float16 and layer.rows == 1:
-        return False  # torch has a kernel of its own, which is as fast
+    if layer.rows == 1 and layer.dtype == (torch.float32 if layer.by_columns else torch.float16):
+        return False  # torch's call is as fast
     most = (_MOST_ROWS_PACKED if layer.is_constant else _MOST_ROWS)[layer.dtype]
     return layer.rows <= most and layer.features * layer.width >= _FEWEST_WEIGHTS
 
