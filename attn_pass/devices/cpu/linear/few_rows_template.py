@@ -45,7 +45,8 @@ class _FilledLinear(Filled):
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def lower(input: Any, weight: Any, bias: Any = None) -> Any:
     """A contiguous buffer."""
-    by_columns = lies_by_columns(V.graph.current_node.args[1].meta["val"])
+    as_traced: Any = V.graph.current_node.args[1]
+    by_columns = lies_by_columns(as_traced.meta["val"])
     contiguous = ir.ExternKernel.require_contiguous
     given = {"input": contiguous(input), "weight": weight if by_columns else contiguous(weight)}
     given |= {} if bias is None else {"bias": contiguous(bias)}
