@@ -231,6 +231,48 @@ def test_look_alikes(dynamic: bool) -> None:
     assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
 
 
+# ---------------------------------------------------------------- comparisons of numbers that are rounded
+
+Matrix = Callable[[Tensor], Tensor]  # made for scores
+
+
+def ones(s: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.ones(s.shape[-2:], dtype=dtype or s.dtype)
+
+
+# In half precision, what a number is compared with is rounded: -3.4e38 is -inf, and 1e-9 is 0.
+ROUNDED: dict[str, tuple[torch.dtype, str, Matrix]] = {
+    "a lowest number": (
+        torch.bfloat16,
+        "causal",
+        lambda s: torch.full((N, N), lowest()).triu(1).to(s.dtype) == lowest(),
+    ),
+    "below the lowest number": (
+        torch.bfloat16,
+        "none",
+        lambda s: torch.full((N, N), -INF).triu(1).to(s.dtype) < lowest(),
+    ),
+    "infinity": (torch.float16, "causal", lambda s: torch.full((N, N), INF, dtype=s.dtype).triu(1) == 1e6),
+    "almost 0": (torch.float16, "causal", lambda s: ones(s).triu(1) != 1e-9),
+    "above almost 0": (torch.bfloat16, "causal", lambda s: ones(s).triu(1) > 1e-50),
+    "in float32": (torch.float32, "causal", lambda s: torch.full((N, N), lowest()).triu(1) == lowest()),
+    "almost 0 in float32": (torch.float32, "none", lambda s: (ones(s) * 0).triu(1) >= 1e-9),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_number_is_compared_as_the_type_holds_it(name: str) -> None:
+    dtype, mask, test = ROUNDED[name]
+    report = same(
+        lambda q, k, v: attend(scores(q, k).masked_fill(test(scores(q, k)), -INF), v),
+        *qkv(q_len=N, kv_len=N, dtype=dtype),
+        rewritten=1,
+        reference=False,
+        targets=("sdpa",),
+    )
+    assert report.sites[0].mask == mask
+
+
 # ---------------------------------------------------------------- lengths that differ
 
 OFFSET: dict[str, Keep] = {
