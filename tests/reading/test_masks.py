@@ -231,13 +231,131 @@ def test_look_alikes(dynamic: bool) -> None:
     assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
 
 
-# ---------------------------------------------------------------- comparisons of numbers that are rounded
+# ---------------------------------------------------------------- matrices that are filled by a test on themselves
 
-Matrix = Callable[[Tensor], Tensor]  # made for scores
+Matrix = Callable[[Tensor], Tensor]  # what is added to scores, made for them
 
 
 def ones(s: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.ones(s.shape[-2:], dtype=dtype or s.dtype)
+
+
+def filled(m: Tensor, at: Tensor, fill: float = -INF) -> Tensor:
+    return m.masked_fill(at, fill)
+
+
+def until_torch_1_12(s: Tensor, late: float = 0.0) -> Tensor:
+    """``generate_square_subsequent_mask`` of torch."""
+    mask = (torch.triu(ones(s)) == 1).transpose(0, 1)
+    return mask.to(s.dtype).masked_fill(mask == 0, -INF).masked_fill(mask == 1, late)
+
+
+def inverted(m: Tensor) -> Tensor:
+    """As transformers wrote it for years, of ones where a key is kept."""
+    left = 1.0 - m
+    return left.masked_fill(left.bool(), torch.finfo(m.dtype).min)
+
+
+def changed_after_its_test(s: Tensor) -> Tensor:
+    m = ones(s).triu(1)
+    test = m == 1
+    m.mul_(3)
+    return m.masked_fill(test, -INF)
+
+
+def changed_before_it_is_tested(s: Tensor) -> Tensor:
+    m = ones(s).triu(1)
+    m.mul_(3)
+    return m.masked_fill(m == 1, -INF)
+
+
+def written_afterwards(s: Tensor) -> Tensor:
+    m = filled(ones(s).triu(1), ones(s).triu(1) == 1)
+    m[:, 5:7] = 0
+    return m
+
+
+BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "torch until 1.12": ("causal", until_torch_1_12),
+    "a triangle": ("causal", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 1)),
+    "of whole numbers": ("causal", lambda s: filled(ones(s).triu(1), ones(s, torch.int64).triu(1) > 0)),
+    "of minus ones": ("causal", lambda s: filled(-ones(s).triu(1), -ones(s).triu(1) == -1)),
+    "both values": (
+        "causal",
+        lambda s: filled(filled(ones(s).tril(), ones(s).tril() == 0), ones(s).tril() == 1, 0.0),
+    ),
+    "a narrower triangle": ("causal", lambda s: filled(ones(s).triu(3), ones(s).triu(1) == 1)),
+    "inverted": ("causal", lambda s: inverted(ones(s).tril())),
+    "inverted window": ("sliding window (2, 0)", lambda s: inverted(ones(s).tril().triu(-2))),
+    "inverted chunks": ("chunked (4)", lambda s: inverted((rows(N) // 4 == columns(N) // 4).to(s.dtype))),
+    "difference of triangles": ("sliding window (2, 0)", lambda s: inverted(ones(s).tril() - ones(s).tril(-3))),
+    "tested before it changes": ("causal", changed_after_its_test),
+}
+# Where one value is left that neither masks nor is 0, and what is a triangle no more.
+NOT_BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "a wider triangle": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(3) == 1)),
+    "three values": (
+        "additive, by distance",
+        lambda s: filled(ones(s).triu(1) + ones(s).triu(3), ones(s).triu(1) + ones(s).triu(3) == 2),
+    ),
+    "a test on a matrix transposed": (
+        "additive, by distance",
+        lambda s: filled(ones(s).triu(1).mT, ones(s).triu(1) == 1),
+    ),
+    "kept ones": ("additive, by distance", partial(until_torch_1_12, late=0.5)),
+    "no such value": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 2)),
+    "the other side": ("sliding window (0, all)", lambda s: filled(ones(s).tril(-1), ones(s).tril(-1) == 1)),
+    "changed before it is tested": ("additive, by distance", changed_before_it_is_tested),
+    "written afterwards": ("additive", written_afterwards),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_filled_by_a_test_on_themselves(dtype: torch.dtype) -> None:
+    """The test decides which value is left at each place: a value that is left nowhere does not count."""
+
+    def program(make: Matrix) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k) + make(scores(q, k)), v)
+
+    named = BY_ITSELF | NOT_BY_ITSELF
+    programs = {name: (program(make), qkv(q_len=N, kv_len=N, dtype=dtype)) for name, (_, make) in named.items()}
+    report = same_each(programs, targets=("sdpa",), reference=False)
+    got = {name: site.mask for name, site in zip(named, report.sites, strict=True)}
+    assert got == {name: mask for name, (mask, _) in named.items()}
+    if dtype == torch.float32:
+        same_each({name: programs[name] for name in BY_ITSELF}, targets=("sdpa",), dynamic=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_training_a_matrix_filled_by_a_test_on_itself(dynamic: bool) -> None:
+    for make in (until_torch_1_12, lambda s: inverted(ones(s).tril())):
+        operands = qkv(q_len=N, kv_len=N, grad=True)
+        report = same(
+            lambda q, k, v, make=make: attend(scores(q, k) + make(scores(q, k)), v),
+            *operands,
+            rewritten=1,
+            grad=True,
+            dynamic=dynamic,
+            targets=("sdpa",),
+        )
+        assert report.sites[0].mask == "causal"
+
+
+def test_a_matrix_that_is_given_is_filled_by_its_values() -> None:
+    """Nothing is known of what a placeholder holds, nor of what a fill of NaN leaves of a row."""
+
+    def given(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + m.masked_fill(m == 1, -INF), v)
+
+    def of_another(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + ones(m).triu(1).masked_fill(m == 1, -INF), v)
+
+    def not_a_number(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + ones(m).triu(1).masked_fill(ones(m).triu(1) == 1, m.new_tensor(INF) - INF), v)
+
+    for program in (given, of_another, not_a_number):
+        report = same(program, *OPERANDS, torch.ones(N, N).triu(1), rewritten=None, targets=("sdpa",))
+        assert "causal" not in report.sites[0].mask, program
 
 
 # In half precision, what a number is compared with is rounded: -3.4e38 is -inf, and 1e-9 is 0.
