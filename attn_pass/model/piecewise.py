@@ -103,9 +103,15 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
 
 
 def _both(given: Expr, condition: Expr) -> Expr:
-    """Two conditions, the second without what the first decides: of positions alone, which nothing changes between."""
+    """Two conditions, each without what the other decides: of positions alone, which nothing changes between."""
+    condition = _where_it_holds(given, condition)
+    return apply("and", _where_it_holds(condition, given), condition)
+
+
+def _where_it_holds(given: Expr, condition: Expr) -> Expr:
+    """What is left of a condition where another one holds."""
     facts = [fact for fact in (given, *conjuncts(given)) if not loads(fact) and not contains_dot(fact)]
-    return apply("and", given, transform(condition, lambda part: _decided(part, facts)))
+    return transform(condition, lambda part: _decided(part, facts))
 
 
 def _decided(part: Expr, facts: list[Expr]) -> Const | None:

@@ -13,6 +13,7 @@ import torch
 from against_eager import Together, qkv, same, same_each
 from programs import DIALECTS, check, close
 from torch import Tensor
+from torch.nn import functional as F
 
 from attn_pass.model.expression import Apply, Const, Dot, apply
 from attn_pass.model.mask import Mask
@@ -415,6 +416,90 @@ def test_aligned_to_the_last_key(n: int, name: str) -> None:
     whole, operands = Together([(fn, 3) for fn, _ in programs.values()]), qkv(q_len=n, kv_len=N)
     read = check(whole, operands * len(programs), "export", sites=len(programs))
     assert {s: m.attention.mask.never_empty for s, m in zip(programs, read)} == dict.fromkeys(programs, True)
+
+
+# ---------------------------------------------------------------- matrices in the spellings of well-known programs
+
+
+def hidden(n: int, diagonal: int = 1) -> Tensor:
+    return torch.full((n, n), -INF).triu(diagonal)
+
+
+def filled_in_place(n: int, m: int, part: slice = slice(None)) -> Tensor:
+    """As CLIP does."""
+    mask = torch.empty(n, m)
+    mask.fill_(-INF)
+    mask[part].fill_(-INF)
+    mask.triu_(1)
+    return mask
+
+
+def of_fairseq(n: int, m: int, fill: float = -INF) -> Tensor:
+    return torch.triu(torch.zeros([n, m]).float().fill_(fill).type_as(torch.ones(1)), 1)
+
+
+def filled_late(n: int, m: int) -> Tensor:
+    mask = hidden(n)
+    mask.fill_(0.25)
+    return mask
+
+
+MATRICES: dict[str, tuple[str, Keep]] = {
+    "CLIP": ("causal", lambda n, m: filled_in_place(n, n)),
+    "fairseq": ("causal", lambda n, m: of_fairseq(n, n)),
+    "Llama 3, at the start": ("causal", lambda n, m: torch.hstack([torch.zeros((n, 0)), hidden(n)])),
+    "rows below": ("causal", lambda n, m: torch.vstack([hidden(n), torch.zeros((0, n))])),
+    "keys that are not there yet": ("causal", lambda n, m: F.pad(hidden(n), (0, m - n), value=-INF)),
+    "a part filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(2))),
+    "filled with a number that hides nothing": ("additive, by distance", lambda n, m: of_fairseq(n, n, -2.0)),
+    "filled late": ("none", lambda n, m: filled_late(n, n)),
+    "more than one cache": ("additive", lambda n, m: torch.hstack([torch.ones((n, m - n)), hidden(n)])),
+    "padded by half": ("additive", lambda n, m: F.pad(hidden(n), (m - n, 0), value=0.5)),
+    "padded by what is there": (
+        "additive",
+        lambda n, m: F.pad(hidden(n)[None], (m - n, 0), mode="replicate")[0],
+    ),
+}  # fmt: skip
+BEFORE: dict[str, tuple[str, Keep]] = {  # a cache in front
+    "Llama 3": ("causal with offset 4", lambda n, m: torch.hstack([torch.zeros((n, m - n)), hidden(n)])),
+    "padded": ("causal with offset 4", lambda n, m: F.pad(hidden(n), (m - n, 0))),
+    "padded truth values": (
+        "causal with offset 4 or prefix (4)",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=True), -INF),
+    ),
+    "one further": ("causal with offset 5", lambda n, m: F.pad(hidden(n, 2), (m - n, 0))),
+    "a hidden cache": ("causal with offset 4 and keys from 4", lambda n, m: F.pad(hidden(n), (m - n, 0), value=-INF)),
+    "the cache behind": (
+        "causal or keys from 12",
+        lambda n, m: torch.hstack([hidden(n), torch.zeros((n, m - n))]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_programs(dtype: torch.dtype) -> None:
+    def program(make: Keep) -> Callable[..., Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            s = scores(q, k)
+            return attend(s + make(q.shape[2], q.shape[2] + 4)[:, : k.shape[2]].to(s.dtype), v)
+
+        return run
+
+    named = {name: (mask, make, 12 if case is MATRICES else 16) for case in (MATRICES, BEFORE)
+             for name, (mask, make) in case.items()}  # fmt: skip
+    programs = {name: (program(make), qkv(q_len=12, kv_len=m, dtype=dtype)) for name, (_, make, m) in named.items()}
+    report = same_each(programs, targets=("sdpa",), reference=dtype == torch.float32)
+    got = {name: site.mask for name, site in zip(named, report.sites, strict=True)}
+    assert got == {name: mask for name, (mask, *_) in named.items()}
+
+
+def test_a_cache_in_front_for_any_length() -> None:
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k) + make(q.shape[2], k.shape[2]), v)
+
+    programs = {name: (program(BEFORE[name][1]), qkv(q_len=12, kv_len=18)) for name in ("Llama 3", "padded")}
+    report = same_each(programs, dynamic=True, targets=("sdpa",), then=[[qkv(q_len=5, kv_len=9)] * 2])
+    assert all(site.mask.startswith("causal with offset") and " or " not in site.mask for site in report.sites)
 
 
 def test_an_offset_that_grows_keeps_its_rows() -> None:
