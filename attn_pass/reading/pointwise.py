@@ -59,7 +59,10 @@ _At = Callable[[str], Expr]  # the operand of that name, at the element's positi
 def _comparison(node: Node, call: Call, at: _At) -> Expr:
     """Of two operands in the type they are compared in: in bfloat16 -3.4e38 is -inf, and below no number."""
     dtype, value = _compared_in(call), tensor_value(node)
-    result = apply(call.op, *(_held(at(name), dtype) for name in POINTWISE[call.op]))
+    operands = [at(name) for name in POINTWISE[call.op]]
+    if dtype is not None and any(_overflows(e, dtype) for e in operands if not isinstance(e, Const)):
+        raise Unreadable("numbers that may exceed the range of their dtype", node)
+    result = apply(call.op, *(_held(e, dtype) for e in operands))
     if value is not None and value.dtype != torch.bool:  # in place, or by out=
         return apply("cast", result, dtype=value.dtype)
     return result
@@ -68,11 +71,18 @@ def _comparison(node: Node, call: Call, at: _At) -> Expr:
 def _compared_in(call: Call) -> torch.dtype | None:
     """The floating type a comparison is done in; None where it is of integers."""
     values = [fake_value(call[name]) if isinstance(call[name], Node) else call[name] for name in POINTWISE[call.op]]
-    known = [1.0 if isinstance(v, (float, torch.SymFloat)) else v for v in values if not isinstance(v, torch.SymInt)]
-    if not any(isinstance(v, torch.Tensor) for v in known):
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if not tensors:
         return None
-    dtype = torch.result_type(known[0], known[-1])
+    is_float = any(isinstance(v, (float, torch.SymFloat)) for v in values)
+    dtype = torch.result_type(tensors[0], 1.0 if is_float else tensors[-1])
     return dtype if dtype.is_floating_point else None
+
+
+def _overflows(value: Expr, dtype: torch.dtype) -> bool:
+    """Whether a number that is computed would be infinite in its type: twice the lowest one, say."""
+    numbers = [float(v.value) for _, v in pieces(value) or ()]
+    return any(torch.finfo(dtype).max < abs(n) < float("inf") for n in numbers)
 
 
 def _held(value: Expr, dtype: torch.dtype | None) -> Expr:

@@ -375,6 +375,11 @@ ROUNDED: dict[str, tuple[torch.dtype, str, Matrix]] = {
     "almost 0": (torch.float16, "causal", lambda s: ones(s).triu(1) != 1e-9),
     "above almost 0": (torch.bfloat16, "causal", lambda s: ones(s).triu(1) > 1e-50),
     "in float32": (torch.float32, "causal", lambda s: torch.full((N, N), lowest()).triu(1) == lowest()),
+    "twice the lowest number": (
+        torch.float32,
+        "dense",
+        lambda s: torch.full((N, N), lowest()).triu(1) + torch.full((N, N), lowest()).triu(1) == -INF,
+    ),
     "almost 0 in float32": (torch.float32, "none", lambda s: (ones(s) * 0).triu(1) >= 1e-9),
 }
 
