@@ -78,6 +78,12 @@ def forms() -> Iterator[str]:
         yield f"| `{name}` | {first_line(module)} | {_quoted(anchors)} |"
 
 
+def _method(name: str) -> str:
+    """A method, by the name it has in place where tensors have it in place alone: `.fill_`."""
+    is_in_place = hasattr(Tensor, f"{name[1:]}_") and not hasattr(Tensor, name[1:])
+    return f"{name}_" if is_in_place else name
+
+
 def spellings() -> Iterator[str]:
     """Rows of the table of spellings: one for each operation."""
     yield "| operation | functions | methods | aten |"
@@ -88,7 +94,7 @@ def spellings() -> Iterator[str]:
     for operation, names in spellings.items():
         names = list(dict.fromkeys(names))
         aten = [n.removeprefix("aten.").removesuffix(".default") for n in names if n.startswith(("aten.", "prims."))]
-        methods = [n for n in names if n.startswith(".")]
+        methods = [_method(n) for n in names if n.startswith(".")]
         functions = [n for n in names if not n.startswith((".", "aten.", "prims."))]
         yield f"| {operation} | {_quoted(functions)} | {_quoted(methods)} | {_quoted(aten)} |"
 

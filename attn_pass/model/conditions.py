@@ -86,6 +86,14 @@ def _margin(op: str, left: Index, right: Index) -> Index | None:
     return margins.get(op)
 
 
+def margin_of(condition: Expr) -> Index | None:
+    """What is not negative where a comparison of indices holds, and nowhere else; None for any other condition."""
+    if not isinstance(condition, Apply) or len(condition.args) != 2:
+        return None
+    left, right = (as_index(a) for a in condition.args)
+    return None if left is None or right is None else _margin(condition.op, left, right)
+
+
 def _bounded(margin: Index, key: Index, row: Index) -> list[Part] | None:
     """``margin >= 0`` as a bound on ``key - row`` or on ``key``; a single row is at 0, and its bounds are on keys."""
     margin = _reduced(margin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from attn_pass.model.conditions import conjuncts, margin_of
 from attn_pass.model.expression import (
     FALSE,
     TRUE,
@@ -12,10 +13,13 @@ from attn_pass.model.expression import (
     Expr,
     Scalar,
     apply,
+    contains_dot,
     is_boolean,
+    loads,
     transform,
     walk,
 )
+from attn_pass.model.index import is_nonnegative
 from attn_pass.model.operations import COMPARISONS
 
 Pieces = list[tuple[Expr, Const]]  # conditions that exclude each other and of which one holds, each with a value
@@ -52,8 +56,8 @@ def _chosen(expression: Apply) -> Pieces | None:
         inner = pieces(branch)
         if inner is None:
             return None
-        result += [(apply("and", when, c), v) for c, v in inner]
-    return result
+        result += [(_both(when, c), v) for c, v in inner]
+    return [(c, v) for c, v in result if c != FALSE]
 
 
 def _cast(expression: Apply) -> Pieces | None:
@@ -76,12 +80,13 @@ def _combined(expression: Apply) -> Pieces | None:
     result: Pieces = []
     for a, x in left:
         for b, y in right:
+            condition = _both(a, b)
+            if condition == FALSE:
+                continue
             value = _computed(expression.op, x, y)
             if value is None:
                 return None
-            condition = apply("and", a, b)
-            if condition != FALSE:
-                result.append((condition, value))
+            result.append((condition, value))
     return result
 
 
@@ -95,6 +100,37 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
         x, y = (Const(type(b.value)(a.value)) if is_boolean(a) else a for a, b in ((x, y), (y, x)))
     value = apply(op, x, y)
     return value if isinstance(value, Const) else None
+
+
+def _both(given: Expr, condition: Expr) -> Expr:
+    """Two conditions, each without what the other decides: of positions alone, which nothing changes between."""
+    condition = _where_it_holds(given, condition)
+    return apply("and", _where_it_holds(condition, given), condition)
+
+
+def _where_it_holds(given: Expr, condition: Expr) -> Expr:
+    """What is left of a condition where another one holds."""
+    facts = [fact for fact in (given, *conjuncts(given)) if not loads(fact) and not contains_dot(fact)]
+    return transform(condition, lambda part: _decided(part, facts))
+
+
+def _decided(part: Expr, facts: list[Expr]) -> Const | None:
+    """Whether a part of a condition holds where the facts do; None where they do not say."""
+    if not is_boolean(part) or isinstance(part, Const):
+        return None
+    opposite = apply("not", part)
+    for fact in facts:
+        if part == fact or _follows(part, fact):
+            return TRUE
+        if opposite == fact or _follows(opposite, fact):
+            return FALSE
+    return None
+
+
+def _follows(part: Expr, fact: Expr) -> bool:
+    """Whether a bound on indices is no tighter than another one, which holds."""
+    wide, tight = margin_of(part), margin_of(fact)
+    return wide is not None and tight is not None and is_nonnegative(wide - tight)
 
 
 def _merged(pieces: Pieces) -> Pieces | None:

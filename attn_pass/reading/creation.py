@@ -13,7 +13,7 @@ from attn_pass.model.index import Axis, Index, axis_index, is_nonnegative
 from attn_pass.reading import known_rows
 from attn_pass.reading.dtype_range import WRAPPING
 from attn_pass.reading.graph_reader import GraphReader
-from attn_pass.reading.scans import along
+from attn_pass.reading.scans import along, padded
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
@@ -25,8 +25,8 @@ def created(reader: GraphReader, node: Node, call: Call, position: Position, dep
         return None
     if call.op in ("zeros", "ones"):
         return _constant(int(call.op == "ones"), value.dtype)
-    if call.op == "full":
-        return _constant(_number(call["fill_value"]), value.dtype)
+    if call.op in ("full", "fill"):
+        return _constant(_number(call["fill_value" if call.op == "full" else "value"]), value.dtype)
     if call.op == "scalar":
         number = _number(call["value"])
         return None if value.dim() else _constant(number, value.dtype)
@@ -36,6 +36,9 @@ def created(reader: GraphReader, node: Node, call: Call, position: Position, dep
         return _arange(reader, (call["start"], None), call["step"], position, value)
     if call.op in ("tril", "triu"):
         return _triangle(reader, node, call, position, depth)
+    if call.op == "pad":
+        around = _constant(_number(0 if call["value"] is None else call["value"]), value.dtype)
+        return None if around is None else padded(reader, node, call, position, around, depth)
     if call.op in ("getitem", "index", "index_select"):
         return _gathered(reader, node, call, position, depth)
     if call.op == "embedding":

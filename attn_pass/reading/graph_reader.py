@@ -24,6 +24,7 @@ from attn_pass.reading.views import VIEWS, Position, view_of
 from attn_pass.reading.vocabulary import Call, tensor_dims, understand
 
 _MOST_STACKED = 64
+_STACKS = {"hstack": 1, "vstack": 0}  # the dimension of a matrix that they join along
 _MAY_MULTIPLY = PRODUCTS | {"linear", "sum"}
 
 
@@ -60,7 +61,7 @@ class GraphReader(ABC):
     def call(self, node: Node) -> Call | None:
         """The operation of a node, remembered."""
         if node not in self._calls:
-            self._calls[node] = self._into_a_tensor(node) if "out" in node.kwargs else understand(node)
+            self._calls[node] = self._into_a_tensor(node) if "out" in node.kwargs else _in_one_way(understand(node))
         return self._calls[node]
 
     def _into_a_tensor(self, node: Node) -> Call | None:
@@ -268,6 +269,17 @@ class GraphReader(ABC):
         if call.op == "dropout" and (call["training"] is False or call["p"] == 0):
             same = True
         return (source, position, self.order[node]) if same else None
+
+
+def _in_one_way(call: Call | None) -> Call | None:
+    """A call, ``hstack`` and ``vstack`` as the ``cat`` they are of matrices; of vectors they are another operation."""
+    if call is None or call.op not in _STACKS:
+        return call
+    tensors = call["input"]
+    values = [tensor_value(t) for t in tensors] if isinstance(tensors, (list, tuple)) else []
+    if not values or any(v is None or v.dim() < 2 for v in values):
+        return None
+    return Call("cat", {"input": tensors, "dim": _STACKS[call.op]}, False)
 
 
 def along_stack(pieces: Sequence[tuple[Node, Position, int]], which: Index) -> tuple[Node, Position, int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, apply, contains_dot, loads
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.piecewise import pieces
@@ -50,13 +50,47 @@ def _expression(node: Node, call: Call, position: Position, read: ReadOperand) -
         return special(node, call, at)
     if call.op not in OPERATIONS:
         raise Unreadable(f"{call.op} is not pointwise", node)
-    result, value = apply(call.op, *map(at, POINTWISE[call.op])), tensor_value(node)
-    if call.op in COMPARISONS and value is not None and value.dtype != torch.bool:  # in place, or by out=
+    return apply(call.op, *map(at, POINTWISE[call.op]))
+
+
+_At = Callable[[str], Expr]  # the operand of that name, at the element's position
+
+
+def _comparison(node: Node, call: Call, at: _At) -> Expr:
+    """Of two operands in the type they are compared in: in bfloat16 -3.4e38 is -inf, and below no number."""
+    dtype, value = _compared_in(call), tensor_value(node)
+    operands = [at(name) for name in POINTWISE[call.op]]
+    if dtype is not None and any(_overflows(e, dtype) for e in operands if not isinstance(e, Const)):
+        raise Unreadable("numbers that may exceed the range of their dtype", node)
+    result = apply(call.op, *(_held(e, dtype) for e in operands))
+    if value is not None and value.dtype != torch.bool:  # in place, or by out=
         return apply("cast", result, dtype=value.dtype)
     return result
 
 
-_At = Callable[[str], Expr]  # the operand of that name, at the element's position
+def _compared_in(call: Call) -> torch.dtype | None:
+    """The floating type a comparison is done in; None where it is of integers."""
+    values = [fake_value(call[name]) if isinstance(call[name], Node) else call[name] for name in POINTWISE[call.op]]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if not tensors:
+        return None
+    is_float = any(isinstance(v, (float, torch.SymFloat)) for v in values)
+    dtype = torch.result_type(tensors[0], 1.0 if is_float else tensors[-1])
+    return dtype if dtype.is_floating_point else None
+
+
+def _overflows(value: Expr, dtype: torch.dtype) -> bool:
+    """Whether a number that is computed would be infinite in its type: twice the lowest one, say."""
+    numbers = [float(v.value) for _, v in pieces(value) or ()]
+    return any(torch.finfo(dtype).max < abs(n) < float("inf") for n in numbers)
+
+
+def _held(value: Expr, dtype: torch.dtype | None) -> Expr:
+    """A number as a type holds it; the number itself where that is the same."""
+    if not isinstance(value, Const) or dtype is None:
+        return value
+    held = apply("cast", value, dtype=dtype)
+    return value if isinstance(held, Const) and held.value == value.value else held
 
 
 def _sum(node: Node, call: Call, at: _At) -> Expr:
@@ -170,6 +204,7 @@ _SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
     "rsub": _sum,
     "mul": _product,
     "div": _quotient,
+    **dict.fromkeys(COMPARISONS, _comparison),
     "where": _where,
     "method_where": _where,
     "masked_fill": _masked_fill,

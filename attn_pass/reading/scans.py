@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import (
     FALSE,
     TRUE,
@@ -151,6 +151,34 @@ def _cat(reader: GraphReader, node: Node, call: Call, position: Position, depth:
     for end, element in reversed(undecided[:-1]):
         value = apply("where", apply("lt", index_value(x), index_value(end)), element, value)
     return value
+
+
+def padded(reader: GraphReader, node: Node, call: Call, position: Position, around: Expr, depth: int) -> Expr | None:
+    """The element of what ``F.pad`` gives: one of its input, or the number around it."""
+    tensor, widths, time = call["input"], call["pad"], reader.order[node]
+    if call.get("mode", "constant") != "constant" or not isinstance(widths, (tuple, list)):
+        return None
+    numbers = [fake_value(w) if isinstance(w, Node) else w for w in widths]
+    if not all(isinstance(w, (int, torch.SymInt)) for w in numbers):
+        return None
+    inside: Expr = TRUE
+    at, own = position, dict[Axis, Index]()
+    for number, before in enumerate(numbers[::2]):
+        dim = len(position) - 1 - number
+        x, size = position[dim] - reader.sizes.index(before), reader.shape(tensor)[dim]
+        if is_less(x, 0) or is_at_most(size, x):
+            return around
+        if is_at_most(0, x) and is_less(x, size):
+            at = _at(at, dim, x)
+            continue
+        axis = Axis(f"{tensor.name}~{id(tensor)}.{dim}", size)
+        own[axis], at = x, _at(at, dim, Poly.of(axis) if axis.size != 1 else 0)
+        bounds = (apply("le", Const(0), index_value(x)), apply("lt", index_value(x), index_value(size)))
+        inside = apply("and", inside, apply("and", *bounds))
+    element = reader.element(tensor, at, time, depth + 1)
+    if own and loads(element):
+        return None
+    return apply("where", inside, rewrite_indices(element, own), around)
 
 
 def _reduced(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:

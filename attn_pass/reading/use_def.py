@@ -76,7 +76,7 @@ class UseDefWalk:
             self.internal |= dict.fromkeys((node, self.leaf, *written_into(reader, self.leaf)))
             return Dot()
         defined, call = reader.definition(node, at)
-        if call is None:
+        if call is None or call.op == "fill":  # a number in place of scores
             return self._partly_written(node, position, at)
         self._check_region(defined)
         self.internal[node] = None

@@ -97,6 +97,20 @@ def test_pieces_are_the_values(expression: Expr) -> None:
     assert torch.equal(grid(as_condition(apply("ne", expression, Const(0.0)))), values != 0)
 
 
+def test_values_are_left_out_where_positions_exclude_them() -> None:
+    """What is loaded may be another value by then."""
+    later, near = apply("gt", key, row), apply("gt", key, apply("add", row, Const(2)))
+    for condition, inner, left in (
+        (later, later, {0.0, -1e9}),
+        (later, near, {0.0, -1e9}),
+        (near, later, {0.0, 1.0, -1e9}),
+        (apply("or", later, apply("eq", key, row)), later, {0.0, -1e9}),
+        (LOADED, LOADED, {0.0, 1.0, -1e9}),
+    ):
+        filled = apply("where", condition, Const(-1e9), apply("cast", inner, dtype=torch.float32))
+        assert {v.value for _, v in pieces(filled) or ()} == left
+
+
 def test_parts_by_name() -> None:
     """With symbolic lengths; the diagonal of the last keys is a key of its row."""
     last = apply("le", key, apply("add", row, index_value(PAST)))

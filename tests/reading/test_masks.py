@@ -13,6 +13,7 @@ import torch
 from against_eager import Together, qkv, same, same_each
 from programs import DIALECTS, check, close
 from torch import Tensor
+from torch.nn import functional as F
 
 from attn_pass.model.expression import Apply, Const, Dot, apply
 from attn_pass.model.mask import Mask
@@ -231,6 +232,171 @@ def test_look_alikes(dynamic: bool) -> None:
     assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
 
 
+# ---------------------------------------------------------------- matrices that are filled by a test on themselves
+
+Matrix = Callable[[Tensor], Tensor]  # what is added to scores, made for them
+
+
+def ones(s: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.ones(s.shape[-2:], dtype=dtype or s.dtype)
+
+
+def filled(m: Tensor, at: Tensor, fill: float = -INF) -> Tensor:
+    return m.masked_fill(at, fill)
+
+
+def until_torch_1_12(s: Tensor, late: float = 0.0) -> Tensor:
+    """``generate_square_subsequent_mask`` of torch."""
+    mask = (torch.triu(ones(s)) == 1).transpose(0, 1)
+    return mask.to(s.dtype).masked_fill(mask == 0, -INF).masked_fill(mask == 1, late)
+
+
+def inverted(m: Tensor) -> Tensor:
+    """As transformers wrote it for years, of ones where a key is kept."""
+    left = 1.0 - m
+    return left.masked_fill(left.bool(), torch.finfo(m.dtype).min)
+
+
+def changed_after_its_test(s: Tensor) -> Tensor:
+    m = ones(s).triu(1)
+    test = m == 1
+    m.mul_(3)
+    return m.masked_fill(test, -INF)
+
+
+def changed_before_it_is_tested(s: Tensor) -> Tensor:
+    m = ones(s).triu(1)
+    m.mul_(3)
+    return m.masked_fill(m == 1, -INF)
+
+
+def written_afterwards(s: Tensor) -> Tensor:
+    m = filled(ones(s).triu(1), ones(s).triu(1) == 1)
+    m[:, 5:7] = 0
+    return m
+
+
+BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "torch until 1.12": ("causal", until_torch_1_12),
+    "a triangle": ("causal", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 1)),
+    "of whole numbers": ("causal", lambda s: filled(ones(s).triu(1), ones(s, torch.int64).triu(1) > 0)),
+    "of minus ones": ("causal", lambda s: filled(-ones(s).triu(1), -ones(s).triu(1) == -1)),
+    "both values": (
+        "causal",
+        lambda s: filled(filled(ones(s).tril(), ones(s).tril() == 0), ones(s).tril() == 1, 0.0),
+    ),
+    "a narrower triangle": ("causal", lambda s: filled(ones(s).triu(3), ones(s).triu(1) == 1)),
+    "inverted": ("causal", lambda s: inverted(ones(s).tril())),
+    "inverted window": ("sliding window (2, 0)", lambda s: inverted(ones(s).tril().triu(-2))),
+    "inverted chunks": ("chunked (4)", lambda s: inverted((rows(N) // 4 == columns(N) // 4).to(s.dtype))),
+    "difference of triangles": ("sliding window (2, 0)", lambda s: inverted(ones(s).tril() - ones(s).tril(-3))),
+    "tested before it changes": ("causal", changed_after_its_test),
+}
+# Where one value is left that neither masks nor is 0, and what is a triangle no more.
+NOT_BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "a wider triangle": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(3) == 1)),
+    "three values": (
+        "additive, by distance",
+        lambda s: filled(ones(s).triu(1) + ones(s).triu(3), ones(s).triu(1) + ones(s).triu(3) == 2),
+    ),
+    "a test on a matrix transposed": (
+        "additive, by distance",
+        lambda s: filled(ones(s).triu(1).mT, ones(s).triu(1) == 1),
+    ),
+    "kept ones": ("additive, by distance", partial(until_torch_1_12, late=0.5)),
+    "no such value": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 2)),
+    "the other side": ("sliding window (0, all)", lambda s: filled(ones(s).tril(-1), ones(s).tril(-1) == 1)),
+    "changed before it is tested": ("additive, by distance", changed_before_it_is_tested),
+    "written afterwards": ("additive", written_afterwards),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_filled_by_a_test_on_themselves(dtype: torch.dtype) -> None:
+    """The test decides which value is left at each place: a value that is left nowhere does not count."""
+
+    def program(make: Matrix) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k) + make(scores(q, k)), v)
+
+    named = BY_ITSELF | NOT_BY_ITSELF
+    programs = {name: (program(make), qkv(q_len=N, kv_len=N, dtype=dtype)) for name, (_, make) in named.items()}
+    report = same_each(programs, targets=("sdpa",), reference=False)
+    got = {name: site.mask for name, site in zip(named, report.sites, strict=True)}
+    assert got == {name: mask for name, (mask, _) in named.items()}
+    if dtype == torch.float32:
+        same_each({name: programs[name] for name in BY_ITSELF}, targets=("sdpa",), dynamic=False)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_training_a_matrix_filled_by_a_test_on_itself(dynamic: bool) -> None:
+    for make in (until_torch_1_12, lambda s: inverted(ones(s).tril())):
+        operands = qkv(q_len=N, kv_len=N, grad=True)
+        report = same(
+            lambda q, k, v, make=make: attend(scores(q, k) + make(scores(q, k)), v),
+            *operands,
+            rewritten=1,
+            grad=True,
+            dynamic=dynamic,
+            targets=("sdpa",),
+        )
+        assert report.sites[0].mask == "causal"
+
+
+def test_a_matrix_that_is_given_is_filled_by_its_values() -> None:
+    """Nothing is known of what a placeholder holds, nor of what a fill of NaN leaves of a row."""
+
+    def given(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + m.masked_fill(m == 1, -INF), v)
+
+    def of_another(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + ones(m).triu(1).masked_fill(m == 1, -INF), v)
+
+    def not_a_number(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return attend(scores(q, k) + ones(m).triu(1).masked_fill(ones(m).triu(1) == 1, m.new_tensor(INF) - INF), v)
+
+    for program in (given, of_another, not_a_number):
+        report = same(program, *OPERANDS, torch.ones(N, N).triu(1), rewritten=None, targets=("sdpa",))
+        assert "causal" not in report.sites[0].mask, program
+
+
+# In half precision, what a number is compared with is rounded: -3.4e38 is -inf, and 1e-9 is 0.
+ROUNDED: dict[str, tuple[torch.dtype, str, Matrix]] = {
+    "a lowest number": (
+        torch.bfloat16,
+        "causal",
+        lambda s: torch.full((N, N), lowest()).triu(1).to(s.dtype) == lowest(),
+    ),
+    "below the lowest number": (
+        torch.bfloat16,
+        "none",
+        lambda s: torch.full((N, N), -INF).triu(1).to(s.dtype) < lowest(),
+    ),
+    "infinity": (torch.float16, "causal", lambda s: torch.full((N, N), INF, dtype=s.dtype).triu(1) == 1e6),
+    "almost 0": (torch.float16, "causal", lambda s: ones(s).triu(1) != 1e-9),
+    "above almost 0": (torch.bfloat16, "causal", lambda s: ones(s).triu(1) > 1e-50),
+    "in float32": (torch.float32, "causal", lambda s: torch.full((N, N), lowest()).triu(1) == lowest()),
+    "twice the lowest number": (
+        torch.float32,
+        "dense",
+        lambda s: torch.full((N, N), lowest()).triu(1) + torch.full((N, N), lowest()).triu(1) == -INF,
+    ),
+    "almost 0 in float32": (torch.float32, "none", lambda s: (ones(s) * 0).triu(1) >= 1e-9),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_number_is_compared_as_the_type_holds_it(name: str) -> None:
+    dtype, mask, test = ROUNDED[name]
+    report = same(
+        lambda q, k, v: attend(scores(q, k).masked_fill(test(scores(q, k)), -INF), v),
+        *qkv(q_len=N, kv_len=N, dtype=dtype),
+        rewritten=1,
+        reference=False,
+        targets=("sdpa",),
+    )
+    assert report.sites[0].mask == mask
+
+
 # ---------------------------------------------------------------- lengths that differ
 
 OFFSET: dict[str, Keep] = {
@@ -255,6 +421,90 @@ def test_aligned_to_the_last_key(n: int, name: str) -> None:
     whole, operands = Together([(fn, 3) for fn, _ in programs.values()]), qkv(q_len=n, kv_len=N)
     read = check(whole, operands * len(programs), "export", sites=len(programs))
     assert {s: m.attention.mask.never_empty for s, m in zip(programs, read)} == dict.fromkeys(programs, True)
+
+
+# ---------------------------------------------------------------- matrices in the spellings of well-known programs
+
+
+def hidden(n: int, diagonal: int = 1) -> Tensor:
+    return torch.full((n, n), -INF).triu(diagonal)
+
+
+def filled_in_place(n: int, m: int, part: slice = slice(None)) -> Tensor:
+    """As CLIP does."""
+    mask = torch.empty(n, m)
+    mask.fill_(-INF)
+    mask[part].fill_(-INF)
+    mask.triu_(1)
+    return mask
+
+
+def of_fairseq(n: int, m: int, fill: float = -INF) -> Tensor:
+    return torch.triu(torch.zeros([n, m]).float().fill_(fill).type_as(torch.ones(1)), 1)
+
+
+def filled_late(n: int, m: int) -> Tensor:
+    mask = hidden(n)
+    mask.fill_(0.25)
+    return mask
+
+
+MATRICES: dict[str, tuple[str, Keep]] = {
+    "CLIP": ("causal", lambda n, m: filled_in_place(n, n)),
+    "fairseq": ("causal", lambda n, m: of_fairseq(n, n)),
+    "Llama 3, at the start": ("causal", lambda n, m: torch.hstack([torch.zeros((n, 0)), hidden(n)])),
+    "rows below": ("causal", lambda n, m: torch.vstack([hidden(n), torch.zeros((0, n))])),
+    "keys that are not there yet": ("causal", lambda n, m: F.pad(hidden(n), (0, m - n), value=-INF)),
+    "a part filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(2))),
+    "filled with a number that hides nothing": ("additive, by distance", lambda n, m: of_fairseq(n, n, -2.0)),
+    "filled late": ("none", lambda n, m: filled_late(n, n)),
+    "more than one cache": ("additive", lambda n, m: torch.hstack([torch.ones((n, m - n)), hidden(n)])),
+    "padded by half": ("additive", lambda n, m: F.pad(hidden(n), (m - n, 0), value=0.5)),
+    "padded by what is there": (
+        "additive",
+        lambda n, m: F.pad(hidden(n)[None], (m - n, 0), mode="replicate")[0],
+    ),
+}  # fmt: skip
+BEFORE: dict[str, tuple[str, Keep]] = {  # a cache in front
+    "Llama 3": ("causal with offset 4", lambda n, m: torch.hstack([torch.zeros((n, m - n)), hidden(n)])),
+    "padded": ("causal with offset 4", lambda n, m: F.pad(hidden(n), (m - n, 0))),
+    "padded truth values": (
+        "causal with offset 4 or prefix (4)",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=True), -INF),
+    ),
+    "one further": ("causal with offset 5", lambda n, m: F.pad(hidden(n, 2), (m - n, 0))),
+    "a hidden cache": ("causal with offset 4 and keys from 4", lambda n, m: F.pad(hidden(n), (m - n, 0), value=-INF)),
+    "the cache behind": (
+        "causal or keys from 12",
+        lambda n, m: torch.hstack([hidden(n), torch.zeros((n, m - n))]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_of_programs(dtype: torch.dtype) -> None:
+    def program(make: Keep) -> Callable[..., Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            s = scores(q, k)
+            return attend(s + make(q.shape[2], q.shape[2] + 4)[:, : k.shape[2]].to(s.dtype), v)
+
+        return run
+
+    named = {name: (mask, make, 12 if case is MATRICES else 16) for case in (MATRICES, BEFORE)
+             for name, (mask, make) in case.items()}  # fmt: skip
+    programs = {name: (program(make), qkv(q_len=12, kv_len=m, dtype=dtype)) for name, (_, make, m) in named.items()}
+    report = same_each(programs, targets=("sdpa",), reference=dtype == torch.float32)
+    got = {name: site.mask for name, site in zip(named, report.sites, strict=True)}
+    assert got == {name: mask for name, (mask, *_) in named.items()}
+
+
+def test_a_cache_in_front_for_any_length() -> None:
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k) + make(q.shape[2], k.shape[2]), v)
+
+    programs = {name: (program(BEFORE[name][1]), qkv(q_len=12, kv_len=18)) for name in ("Llama 3", "padded")}
+    report = same_each(programs, dynamic=True, targets=("sdpa",), then=[[qkv(q_len=5, kv_len=9)] * 2])
+    assert all(site.mask.startswith("causal with offset") and " or " not in site.mask for site in report.sites)
 
 
 def test_an_offset_that_grows_keeps_its_rows() -> None:

@@ -11,6 +11,7 @@ from against_eager import randn
 from read_graphs import captured, inputs_of, nodes_of, reader_of, result_of
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.nn import functional as F
 
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
@@ -71,6 +72,32 @@ def filled_in_part(x: Tensor) -> Tensor:
     return mask.masked_fill(causal(), 1.0)
 
 
+def filled_whole(x: Tensor) -> Tensor:
+    mask = torch.empty(N, N)
+    mask.fill_(float("-inf"))
+    mask.triu_(1)
+    return mask
+
+
+def filled_twice(x: Tensor) -> Tensor:
+    mask = torch.zeros(N, N)
+    lower = mask.fill_(2.5).tril()
+    mask.fill_(True)
+    return lower + mask
+
+
+def filled_behind_a_view(x: Tensor) -> Tensor:
+    mask = torch.zeros(N, N)
+    mask[2:].fill_(1.0)
+    return mask
+
+
+def filled_by_a_tensor(x: Tensor) -> Tensor:
+    mask = torch.zeros(N, N)
+    mask.fill_(x[0, 0])
+    return mask
+
+
 def pieces(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros(2, dtype=torch.int64), torch.arange(4)])
 
@@ -98,6 +125,16 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "maximum": lambda x: torch.maximum(torch.arange(N), torch.tensor(3)),
     "one of several": lambda x: torch.stack([torch.zeros(3), torch.ones(3)])[1],
     "written in place, all of it": filled_in_part,
+    "filled in place": filled_whole,
+    "filled again": filled_twice,
+    "filled by a function": lambda x: torch.fill(torch.zeros(N, 2, dtype=torch.int64), 7),
+    "stacked side by side": lambda x: torch.hstack([torch.zeros(N, 2), torch.ones(N, N).tril()]),
+    "columns": lambda x: torch.column_stack((torch.ones(2, 3, 2).triu(), torch.zeros(2, 1, 2))),
+    "one below the other": lambda x: torch.vstack([torch.zeros(2, N, 3), torch.ones(1, N, 3)]),
+    "padded": lambda x: F.pad(torch.ones(N, N).tril(), (2, 1)),
+    "padded with a number": lambda x: F.pad(torch.arange(12).view(3, 4), (0, 1, 2, 0), value=-1),
+    "padded truth values": lambda x: F.pad(causal(), (3, 0), value=True),
+    "cut by padding": lambda x: F.pad(torch.arange(12).view(3, 4), (-1, 2, 1, -2), value=5),
 }
 
 
@@ -128,6 +165,13 @@ LOADING: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "floor": (lambda x: torch.div(x, 0.5, rounding_mode="floor"), {"l_x_"}),
     "where": (lambda x: torch.where(causal()[:4, :4], x, 2.0), {"l_x_"}),
     "written in place": (steps_then_more, {"l_x_"}),
+    "filled behind a view": (filled_behind_a_view, {"mask"}),
+    "filled by a tensor": (filled_by_a_tensor, {"mask"}),
+    "vectors side by side": (lambda x: torch.hstack([torch.zeros(2), torch.ones(3)]), {"hstack"}),
+    "vectors as columns": (lambda x: torch.column_stack([torch.zeros(2), torch.ones(2)]), {"column_stack"}),
+    "vectors below each other": (lambda x: torch.vstack([torch.zeros(2), torch.ones(2)]), {"vstack"}),
+    "padded input": (lambda x: F.pad(x, (1, 2)), {"pad"}),
+    "padded by what is there": (lambda x: F.pad(torch.ones(1, N, N).tril(), (1, 2), mode="replicate"), {"pad"}),
     "written in part": (partly_written, {"y"}),
     "something else": (lambda x: x.cumsum(0) + 1, {"cumsum"}),
 }
