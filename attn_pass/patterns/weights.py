@@ -271,6 +271,7 @@ def maximum_of(reader: Reader, node: Node, scores: UseDefWalk) -> tuple[Node, ..
             return tuple(nodes) if source in scores.internal else None
         if tensor_value(current) is not None and call.op not in (
             "detach",
+            "expand",
             "getattr",
             "getitem",
             "reshape",
