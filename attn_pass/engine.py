@@ -226,9 +226,13 @@ class _Rewriting:
 
     def _sites(self) -> Iterator[Site]:
         idle = {node for piece in self.context.pieces for node in piece.idle}
+        added = {node for joined in self.context.joined for node in joined.nodes}
         for module, finder in _finders():
             try:
-                yield from (site for site in finder(self.context.reader) if site.node not in idle)
+                for site in finder(self.context.reader):
+                    # Each piece of a product that was added is in the program, and read by itself.
+                    if site.node not in idle and not (site.node in added and site.refusal):
+                        yield site
             except Exception as error:
                 self.run.complain(None, f"{module.rpartition('.')[2]} could not read the graph", error)
 

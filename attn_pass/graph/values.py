@@ -60,6 +60,18 @@ def tensor_value(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def settled_number(value: Any) -> Any:
+    """The number a symbolic one stands for where the program holds for that number alone; anything else as it is.
+
+    With ``dynamic=True`` Dynamo makes floats of modules symbols, a dropout's rate among them; what takes no symbol, as
+    torch's dropout does not, settles it while it is traced, and torch guards on the number.
+    """
+    number = fake_value(value) if isinstance(value, Node) else value
+    if not isinstance(number, (torch.SymFloat, torch.SymInt)) or not number.node.expr.is_number:
+        return value
+    return float(number.node.expr)
+
+
 def wants_gradient(node: Node) -> bool:
     """Whether a node's fake tensor says that a gradient flows into it."""
     value = tensor_value(node)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.compat import ADDS_A_BATCH
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import settled_number, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
@@ -64,6 +64,7 @@ def arguments(node: Node, kernels: Kernels) -> dict[str, Any] | None:
     if names is None:
         return None
     call_args = {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
+    call_args["dropout_p"] = settled_number(call_args["dropout_p"])
     return {**call_args, "enable_gqa": True} if node.target in kernels else call_args
 
 
@@ -160,7 +161,7 @@ def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -
         if not isinstance(call_args[name], bool):
             raise Unreadable(f"{name} is not a constant", node)
     if not isinstance(call_args["dropout_p"], (int, float)):
-        raise Unreadable("dropout_p is not a constant", node)
+        raise Unreadable("dropout_p is known at run time only", node)
     shape = reader.sizes.shape(out)
     output = tuple(Axis(f"o{n}", size) for n, size in enumerate(shape))
     at = tuple(axis_index(a) for a in output)

@@ -22,7 +22,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute_module, operator_name
-from attn_pass.graph.values import KNOWN_TENSORS, PLAIN_TENSORS, Sizes, fake_value, tensor_value
+from attn_pass.graph.values import KNOWN_TENSORS, PLAIN_TENSORS, Sizes, fake_value, settled_number, tensor_value
 from attn_pass.model.attention import AsWritten, Blocks
 from attn_pass.model.index import Index
 from attn_pass.patterns.flex_bodies import on_grid
@@ -278,7 +278,7 @@ class _Parts(Recorder):
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         key, value = (self._for_all_heads(x, query) for x in (key, value))
         product = aten.matmul.default(_in(query, wide), aten.transpose.int(_in(key, wide), -2, -1))
-        scores = aten.mul.Tensor(product, _number(scale))
+        scores = aten.mul.Tensor(product, settled_number(scale))
         grid = self._grid(scores)
         scores = self._scored(scores, grid, score_mod_other_buffers, wide)
         keep = self._listed_keep(grid, block_mask, mask_mod_other_buffers)
@@ -346,10 +346,3 @@ class _Parts(Recorder):
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     converted: Tensor = tensor if tensor.dtype == dtype else aten.to.dtype(tensor, dtype)
     return converted
-
-
-def _number(scale: Any) -> Any:
-    """The number a symbol stands for where the program holds for that one alone."""
-    if not isinstance(scale, (torch.SymFloat, torch.SymInt)) or not scale.node.expr.is_number:
-        return scale
-    return float(scale.node.expr)

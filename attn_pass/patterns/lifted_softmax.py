@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.expression import Const, Expr, apply, expression_axes, loads
 from attn_pass.model.index import Axis, axes
 from attn_pass.patterns.after_product import Ending, reach_from, sink_of_share
 from attn_pass.patterns.base import still_held
@@ -228,14 +228,19 @@ def _operands(c: Candidate, above: _Above, scores: _Scores) -> tuple[list[Operan
     query, key, at_query, at_key = product.left, product.right, left, right
     if keys in axes(*left) or (keys.size == 1 and _is_transposed(left, right, above.at_softmax)):
         query, key, at_query, at_key = product.right, product.left, right, left
-    if keys in axes(*at_query):
-        raise Unreadable("both sides of the score product depend on the key", c.scores_product)
     time = c.reader.order[c.scores_product]
-    return (
-        operand(c.reader, query, at_query, time, c.region, factors=True),
-        operand(c.reader, key, at_key, time, c.region, factors=True),
-        dim,
-    )
+    of_query = operand(c.reader, query, at_query, time, c.region, factors=True)
+    of_key = operand(c.reader, key, at_key, time, c.region, factors=True)
+    # A query may be expanded along the keys, which says itself that it is the query.
+    for rows, columns in ((of_query, of_key), (of_key, of_query)):
+        if for_all_keys := [form for form in rows if not _depends_on(form, keys)]:
+            return for_all_keys, columns, dim
+    raise Unreadable("both sides of the score product depend on the key", c.scores_product)
+
+
+def _depends_on(form: OperandForm, keys: Axis) -> bool:
+    """Whether an operand, seen so, differs from key to key."""
+    return keys in axes(*form.position) or any(keys in expression_axes(factor) for factor, _ in form.factors)
 
 
 # ---------------------------------------------------------------- types

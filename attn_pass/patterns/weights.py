@@ -6,12 +6,14 @@ Row maxima are subtracted before it. The guards, the mask once more, and factors
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial, reduce
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Factor
+from attn_pass.model.conditions import conjuncts
 from attn_pass.model.expression import (
     Apply,
     Const,
@@ -44,6 +46,10 @@ class Weights:
     nan_guard: bool = False  # by a test for NaN, which a score that is NaN for another reason passes too
     zeroed: Expr | None = None  # where the weights are set to zero afterwards
     factors: tuple[Factor, ...] = ()  # of all weights of a row, in the order they were applied
+
+    def zero(self, where: Expr) -> None:
+        """Notes that weights are set to zero there as well."""
+        self.zeroed = where if self.zeroed is None else apply("or", self.zeroed, where)
 
 
 def read_weights(
@@ -97,9 +103,9 @@ def _guard_or_mask(
             kept_row = apply("not", condition) if zeroes else condition
             weights.factors = (Factor(kept_row, chooses=True), *weights.factors)
             return inner
-        if weights.zeroed is None and not _holds_dot(condition):
+        if not _holds_dot(condition):
             where = deep(reader, use_def, condition)
-            weights.zeroed = where if zeroes else apply("not", where)
+            weights.zero(where if zeroes else apply("not", where))
             return inner
     return None
 
@@ -144,10 +150,10 @@ def _factor(
             weights.factors = (Factor(factor, expression.op == "div"), *weights.factors)
         return inner
     mask = deep(reader, use_def, factor)
-    if expression.op == "mul" and weights.zeroed is None:
+    if expression.op == "mul":
         truth = mask.args[0] if isinstance(mask, Apply) and mask.op == "cast" else mask
         if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
-            weights.zeroed = apply("not", truth)
+            weights.zero(apply("not", truth))
             return inner
     return None
 
@@ -179,23 +185,37 @@ def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
 
 
 def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
-    """The score whose mask, set to zero again after the softmax, leaves fully masked rows at zero.
+    """The score whose masks, set to zero again after the softmax, leave fully masked rows at zero.
 
-    Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but in fully
+    Raises `Unreadable` unless both are the same masks: then every weight set to zero is zero already, but in fully
     masked rows, and a fill of -inf says what those become. A number beside another mask is no such fill: where the two
     mask all keys of a row, the weights that stay are shares of more keys than those.
     """
+    wanted, masks, inner = set(conjuncts(zeroed, negated=True)), list[Expr](), score
+    any_finite = False
+    while (outermost := _outermost_mask(inner, dtype)) is not None:
+        masked, fill, inner = outermost
+        masks.append(masked)
+        any_finite |= fill != NEGATIVE_INFINITY
+        same = deep(reader, scores, reduce(partial(apply, "or"), masks))
+        if any_finite and _may_mask(reader, scores, inner, dtype):
+            continue
+        written = any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same))
+        if not written and set(conjuncts(same, negated=True)) == wanted:
+            for mask in reversed(masks):
+                inner = apply("where", mask, Const(NEGATIVE_INFINITY), inner)
+            return inner
+    raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
+
+
+def _outermost_mask(score: Expr, dtype: torch.dtype) -> tuple[Expr, float, Expr] | None:
+    """``(what is masked, the number filled in, the score elsewhere)`` of the last mask of a score; None without one."""
     if isinstance(score, Apply) and score.op == "where":
         condition, yes, no = score.args
         for masked, fill, inner in ((condition, yes, no), (apply("not", condition), no, yes)):
-            if not isinstance(fill, Const) or not is_masking(float(fill.value), dtype):
-                continue
-            same = deep(reader, scores, masked)
-            if fill.value != NEGATIVE_INFINITY and _may_mask(reader, scores, inner, dtype):
-                continue
-            if same == zeroed and not any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same)):
-                return apply("where", masked, Const(NEGATIVE_INFINITY), inner)
-    raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
+            if isinstance(fill, Const) and is_masking(float(fill.value), dtype):
+                return masked, float(fill.value), inner
+    return None
 
 
 def _may_mask(reader: Reader, scores: UseDefWalk, score: Expr, dtype: torch.dtype) -> bool:
@@ -251,6 +271,7 @@ def maximum_of(reader: Reader, node: Node, scores: UseDefWalk) -> tuple[Node, ..
             return tuple(nodes) if source in scores.internal else None
         if tensor_value(current) is not None and call.op not in (
             "detach",
+            "expand",
             "getattr",
             "getitem",
             "reshape",

@@ -129,14 +129,16 @@ class GraphReader(ABC):
         if times is None or value is None or times.op != "mul" or times.in_place or not value.is_floating_point():
             return None
         dims = None if call["dim"] is None else tensor_dims(call, "dim", value.dim())
-        if dims is None or len(dims) != 1 or call["keepdim"] or call["dtype"] is not None:
+        if dims is None or len(dims) != 1 or call["dtype"] is not None:
             return None
+        if call["keepdim"] and times["input"] is times["other"]:
+            return None  # the square of a norm, which operands are divided by
         held = (inner, *(n for n in (times["input"], times["other"]) if isinstance(n, Node)))
         if any(self.effects.mutation_between(n, self.order[inner] - 1, self.order[node]) is not None for n in held):
             return None
         if any((v := tensor_value(n)) is None or v.dtype != value.dtype for n in held):
             return None
-        return product_of_sum(node, dims[0], inner, times, self.sizes)
+        return product_of_sum(node, dims[0], bool(call["keepdim"]), inner, times, self.sizes)
 
     def is_reshaped_in_place(self, node: Node) -> bool:
         """Whether ``transpose_`` or the like changes the node's shape: its fake value shows the last one only."""

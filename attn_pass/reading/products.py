@@ -120,14 +120,18 @@ def _make(
     )
 
 
-def product_of_sum(node: Node, dim: int, times: Node, call: Call, sizes: Sizes) -> Product | None:
-    """``(left * right).sum(dim)`` of two tensors that are broadcast against each other; ``call`` multiplies them."""
+def product_of_sum(node: Node, dim: int, keepdim: bool, times: Node, call: Call, sizes: Sizes) -> Product | None:
+    """``(left * right).sum(dim)`` of two tensors that are broadcast against each other; ``call`` multiplies them.
+
+    A dimension that is kept is a letter that neither of them has.
+    """
     left, right = call["input"], call["other"]
     a, b = tensor_value(left), tensor_value(right)
     if a is None or b is None or a.dim() != b.dim() or not 0 < a.dim() <= len(string.ascii_lowercase):
         return None
     letters = string.ascii_lowercase[: a.dim()]
-    product = _make(node, left, right, (letters, letters, letters[:dim] + letters[dim + 1 :]), sizes)
+    out_letters = letters[:dim] + "K" * keepdim + letters[dim + 1 :]
+    product = _make(node, left, right, (letters, letters, out_letters), sizes)
     return None if product is None else replace(product, times=times)
 
 

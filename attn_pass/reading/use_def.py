@@ -176,8 +176,10 @@ class UseDefWalk:
         if call.op == "detach" and value is not None and self.reader.may_need_grad(value):
             raise Unreadable("detach() stops the gradient of the scores", node)
         if call.op == "dropout" and call["training"] is not False and call["p"] != 0:
-            if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool) or self.dropout:
-                raise Unreadable("the dropout is applied twice, or its rate is not a constant", node)
+            if self.dropout:
+                raise Unreadable("dropout is applied twice", node)
+            if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool):
+                raise Unreadable("the rate of the dropout, or whether it is on, is known at run time only", node)
             self.dropout = float(call["p"])
 
     def operand(self, value: Any, position: Position, at: int) -> Expr:

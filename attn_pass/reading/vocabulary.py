@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.graph.values import settled_number
 from attn_pass.model.operations import OPERATIONS
 
 # op, parameters in order ("*x" takes the rest, "x=v" has a default), then every spelling:
@@ -371,6 +372,8 @@ def bound(node: Node, row: Row, in_place: bool, into: Node | None = None) -> Cal
         args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in names else name] = value
     if (len(given) < len(names) and not all(map(args.__contains__, names))) or named.get("out") is not into:
         return None
+    if row.op == "dropout":
+        args["p"] = settled_number(args["p"])
     return Call(row.op, args, in_place or bool(args.get("inplace", False)))
 
 

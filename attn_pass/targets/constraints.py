@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -96,9 +96,26 @@ def backend(name: str = "") -> Common:
     """What ``sdpa_kernel`` allows: this one of torch's backends, or, without one, that nothing is restricted."""
     return Constraint(
         "sdpa_kernel",
-        lambda c: f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}",
+        lambda c: _restriction(c.setting.allowed_backends or ()),
         lambda c: c.setting.allowed_backends is None or name in c.setting.allowed_backends,
     )
+
+
+_SWITCHES = {
+    "FLASH_ATTENTION": "enable_flash_sdp",
+    "EFFICIENT_ATTENTION": "enable_mem_efficient_sdp",
+    "MATH": "enable_math_sdp",
+    "CUDNN_ATTENTION": "enable_cudnn_sdp",
+}  # of torch.backends.cuda, which are those of `sdpa_kernel`, and of the CPU's calls
+
+
+def _restriction(allowed: Sequence[str]) -> str:
+    """What is set: by `sdpa_kernel`, which allows what it names, or by switches of what there is a switch for."""
+    off = [name for name in _SWITCHES if name not in allowed]
+    if not off or "OVERRIDEABLE" not in allowed:
+        return f"sdpa_kernel allows only {', '.join(allowed) or 'nothing'}"
+    calls = ", ".join(f"torch.backends.cuda.{_SWITCHES[name]}(False)" for name in off)
+    return f"{', '.join(off)} {'is' if len(off) == 1 else 'are'} switched off, by {calls} or sdpa_kernel"
 
 
 def trained_export(kernel: str) -> str:

@@ -317,6 +317,54 @@ def test_dropout_is_left(program: Program) -> None:
     assert "dropout" in report.left[0].reason
 
 
+class Dropping(nn.Module):
+    """Its rate is a number of the module, which Dynamo makes a symbol where everything is dynamic."""
+
+    def __init__(self, rate: float, rates: int = 1) -> None:
+        super().__init__()
+        self.drop, self.rates = nn.Dropout(rate), rates
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = softmax(q @ k.mT)
+        for _ in range(self.rates):
+            weights = self.drop(weights)
+        return weights @ v
+
+
+class DroppingCall(Dropping):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop.p, scale=0.25)
+
+
+@pytest.mark.parametrize("form", [Dropping, DroppingCall])
+def test_a_rate_that_was_settled_is_a_number(form: type[Dropping]) -> None:
+    """And torch guards on it: another rate is another program."""
+    model = form(0.0)
+    report = same(model, *qkv(grad=True), grad=True, rewritten=1, dynamic=True, targets=("cpu_kernel",))
+    assert report.sites[0].formula is not None and "dropout" not in report.sites[0].formula["result"]
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        model, backend=attn_pass.wrap("aot_eager", choose="fused", targets=("cpu_kernel",)), dynamic=True
+    )
+    q, k, v = qkv(q_len=64, kv_len=64)
+    ones = torch.ones_like(v)
+    with attn_pass.record() as report:
+        for rate in (0.0, 0.5, 1 - 1e-9, 0.0):
+            model.drop.p = rate
+            got = compiled(q, k, ones)
+            assert got.equal(ones * 0) if rate > 0.9 else got.mean().sub(1).abs() < (0.3 if rate else 1e-6), rate
+    dropped = ["dropout" in s.formula["result"] for s in report.sites if s.formula is not None]
+    assert [s.outcome for s in report.sites] == ["rewritten"] * 3 and dropped == [False, True, True], str(report)
+
+
+def test_settled_dropout_twice_is_left() -> None:
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    with attn_pass.record() as report:
+        torch.compile(Dropping(0.1, rates=2), backend=backend, dynamic=True)(*qkv(grad=True))
+    assert [s.reason.partition(" (")[0] for s in report.sites] == ["dropout is applied twice"]
+
+
 # ---- modules ----
 
 

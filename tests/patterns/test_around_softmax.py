@@ -65,6 +65,12 @@ READ: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "zeros like the scores": (scored(lambda s: s + torch.zeros_like(s)), ()),
     "the row maximum taken off": (scored(lambda s: s - s.max(-1, keepdim=True)[0]), ()),
     "the row maximum, scaled again": (scored(lambda s: (s - s.amax(-1).unsqueeze(-1)) * 32, 1 / 128), ()),
+    "the row maximum as large as the scores": (scored(lambda s: s - s.amax(-1, keepdim=True).expand_as(s)), ()),
+    "the scores taken off the row maximum": (  # DANet's channels
+        scored(lambda s: torch.max(s, -1, keepdim=True)[0].expand_as(s) - s),
+        (),
+    ),
+    "the row maximum expanded by sizes": (scored(lambda s: s - s.amax(-1).detach()[..., None].expand(2, 2, 8, 8)), ()),
     "the maximum of all taken off": (scored(lambda s: s - s.max()), ()),
     "the maximum taken off, then masked": (
         scored(lambda s, m: (s - s.amax(-1, keepdim=True)).masked_fill(~m, LOWEST)),
@@ -79,6 +85,16 @@ LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "only the weights masked": (weighted(lambda w, m: w * m.float()), (KEEP,)),
     "weakly masked, then zeroed": (twice(-3.0, torch.logical_not, torch.logical_not), (KEEP,)),
     "the maximum over queries taken off": (scored(lambda s: s - s.max(-2, keepdim=True)[0]), ()),
+    "the maximum over queries, as large as the scores": (
+        scored(lambda s: s.amax(-2, keepdim=True).expand_as(s) - s),
+        (),
+    ),
+    "the maximum of the row that the key is": (scored(lambda s: s - s.amax(-1).unsqueeze(-2).expand_as(s)), ()),
+    "the minimum as large as the scores": (scored(lambda s: s * s.amin(-1, keepdim=True).expand_as(s)), ()),
+    "multiplied by the maximum as large as the scores": (
+        scored(lambda s: s * s.amax(-1, keepdim=True).expand_as(s)),
+        (),
+    ),
     "multiplied by the maximum": (scored(lambda s: s * s.amax(-1, keepdim=True)), ()),
     "the sum taken off": (scored(lambda s: s - s.sum(-1, keepdim=True)), ()),
     "the scores' own shape as numbers": (scored(lambda s: s + torch.zeros_like(s).cumsum(-1).add_(s.detach())), ()),

@@ -444,3 +444,38 @@ def test_views_of_one_tensor_are_not_copied() -> None:
     program = torch.export.export(Module(), inputs())
     attn_pass.rewrite(program, choose="fused", on_error="raise")
     assert not any("stack" in str(n.target) for n in program.graph.nodes), program.graph
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(c @ k.mT * 0.3).softmax(-1) @ v for c in q.split(3, 2)], 2)
+
+
+def by_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(c @ k[:, :1].mT * 0.3).softmax(-1) @ v[:, :1] for c in q.split(1, 1)], 1)
+
+
+def scaled_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(c @ k.mT * 0.3).softmax(-1) @ v * 2 for c in q.split(3, 2)], 2)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(("program", "attentions"), [(in_chunks, 3), (by_heads, 2), (scaled_chunks, 3)])
+def test_results_that_are_joined_are_no_site(program: Program, attentions: int, grad: bool) -> None:
+    """As one product of joined weights they are no attention, and the program has no such product."""
+    report = same(program, *qkv(grad=grad), grad=grad, rewritten=attentions)
+    assert len(report.sites) == attentions, str(report)
+
+
+def chunks_of_joined_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What joins the weights is in the program."""
+    return torch.cat([(c @ k.mT * 0.3).softmax(-1) for c in q.split(3, 2)], 2) @ v
+
+
+def changed_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([(c @ k.mT * 0.3).softmax(-1).square() @ v for c in q.split(3, 2)], 2)
+
+
+@pytest.mark.parametrize("program", [chunks_of_joined_weights, changed_chunks])
+def test_near_misses_of_the_program_stay_rows(program: Program) -> None:
+    report = same(program, *qkv(), rewritten=0)
+    assert [s.kind for s in report.sites] == ["near miss"] * 3, str(report)

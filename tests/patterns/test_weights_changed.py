@@ -77,3 +77,76 @@ def test_dropout_by_its_own_keyword(train: bool) -> None:
         same(run, *qkv(), rewritten=1)
     (site,) = attn_pass.explain(run, *qkv(), attn_pass_options={"targets": ("sdpa",)}).sites
     assert ("dropout 0.5" in site.reason) == train
+
+
+def each_mask_again(inner: float, outer: float, *again: int, joined: bool = False) -> Callable[..., Tensor]:
+    """Two masks, and which of them set weights to zero: 2 is a third one."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pad: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.25
+        scores = scores.masked_fill(mask | pad, inner) if joined else scores.masked_fill(mask, inner)
+        weights = scores.masked_fill(pad, outer).softmax(-1)
+        for number in again:
+            weights = weights.masked_fill((mask, pad, mask.flip(-1))[number], 0.0)
+        return weights @ v
+
+    return run
+
+
+def factor_and_fill(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, pad: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(keep == 0, -1e9).masked_fill(pad, -1e9)
+    return (scores.softmax(-1) * keep).masked_fill(pad, 0.0) @ v
+
+
+def fill_and_factor(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, pad: Tensor) -> Tensor:
+    scores = (q @ k.mT * 0.25).masked_fill(keep == 0, -1e9).masked_fill(pad, -1e9)
+    return (scores.softmax(-1).masked_fill(pad, 0.0) * keep) @ v
+
+
+ANY_MASK = randn(8, 8, seed=4) > 0.3
+EACH_AGAIN: dict[str, tuple[Callable[..., Tensor], Tensor]] = {
+    "causal": (each_mask_again(NEG_INF, NEG_INF, 0, 1), CAUSAL),
+    "given": (each_mask_again(NEG_INF, NEG_INF, 0, 1), ANY_MASK),
+    "in the other order": (each_mask_again(NEG_INF, NEG_INF, 1, 0), ANY_MASK),
+    "one of them twice": (each_mask_again(NEG_INF, NEG_INF, 0, 1, 0), ANY_MASK),
+    "one mask of the scores": (each_mask_again(NEG_INF, NEG_INF, 0, 1, joined=True), ANY_MASK),
+    "numbers": (each_mask_again(-1e9, LOWEST, 0, 1), ANY_MASK),
+    "a number inside": (each_mask_again(-1e9, NEG_INF, 0, 1), ANY_MASK),
+    "a number outside": (each_mask_again(NEG_INF, -1e9, 0, 1), ANY_MASK),
+    "a factor and a number": (factor_and_fill, ANY_MASK),
+    "a number and a factor": (fill_and_factor, ANY_MASK),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", list(EACH_AGAIN))
+def test_two_masks_that_are_set_to_zero_again(name: str, grad: bool) -> None:
+    """SpeechBrain's chunks and padding; rows without a key are zero, and so is their gradient."""
+    program, mask = EACH_AGAIN[name]
+    report = same(program, *qkv(grad=grad), mask, LEFT_PADDING, grad=grad, rewritten=1, targets=("cpu_kernel", "sdpa"))
+    assert not program(*qkv(), mask, LEFT_PADDING).isnan().any(), report
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        each_mask_again(NEG_INF, NEG_INF, 0),
+        each_mask_again(NEG_INF, NEG_INF, 0, 1, 2),
+        each_mask_again(NEG_INF, NEG_INF, 2, 1),
+        each_mask_again(-1e9, -1e9, 1),
+        each_mask_again(-1e9, -1e9, 0),
+        each_mask_again(-3.0, NEG_INF, 0, 1),
+        each_mask_again(NEG_INF, -3.0, 0, 1),
+    ],
+)
+def test_masks_that_are_not_those_of_the_scores_are_left(program: Callable[..., Tensor]) -> None:
+    same(program, *qkv(), ANY_MASK, LEFT_PADDING, rewritten=0)
+
+
+def test_a_mask_that_is_written_between_is_left() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, pad: Tensor) -> Tensor:
+        weights = (q @ k.mT * 0.25).masked_fill(mask, NEG_INF).masked_fill(pad, NEG_INF).softmax(-1)
+        mask[:, :4] = False
+        return weights.masked_fill(mask, 0.0).masked_fill(pad, 0.0) @ v
+
+    same(run, *qkv(), ANY_MASK, torch.zeros(2, 1, 1, 8, dtype=torch.bool), rewritten=0)

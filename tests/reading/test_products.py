@@ -71,6 +71,37 @@ def one_row_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sum(weights[..., None] * v, dim=-2)
 
 
+def kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each place of an image attends to its own neighbourhood, the channels in front (`F.unfold`)."""
+    return ((q * k).sum(1, keepdim=True).softmax(2) * v).sum(2)
+
+
+def kept_at_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q * k).sum(dim=-1, keepdim=True).mul(0.25).softmax(2)
+    return (weights * v).sum(2, keepdim=True)
+
+
+def pooled(k: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """A learned query."""
+    return ((k * w).sum(-1, True).softmax(1) * v).sum(1)
+
+
+def expanded_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Memory networks and pointers (MemN2N, TRADE): a query as large as the keys."""
+    weights = (q.unsqueeze(1).expand_as(k) * k).sum(2).softmax(1)
+    return (weights.unsqueeze(2).expand_as(v) * v).sum(1)
+
+
+def repeated_query_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (k * q.unsqueeze(1).repeat(1, k.size(1), 1)).sum(2).softmax(1)
+    return (weights.unsqueeze(2) * v).sum(1)
+
+
+def expanded_and_scaled(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    query = q.unsqueeze(1).expand(-1, k.size(1), -1) * t
+    return einsum("bj,bjd->bd", einsum("bjd,bjd->bj", query * 0.5, k).softmax(-1), v)
+
+
 def tensordot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1)
 
@@ -99,6 +130,7 @@ def multiply(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 BATCHED = ((2, 8, 16), (2, 9, 16), (2, 9, 16))
 SINGLE = ((8, 16), (9, 16), (9, 16))
+ONE_ROW = ((3, 16), (3, 9, 16), (3, 9, 16))
 ROWS = ((3, 8, 2, 4, 16), (3, 9, 2, 4, 16), (3, 9, 2, 4, 16))
 READ = {
     msa_rows: ROWS,
@@ -111,6 +143,12 @@ READ = {
     implicit: SINGLE,
     multiplied_and_summed: PLAIN,
     one_row_summed: PLAIN,
+    kept: ((2, 16, 1, 12), (2, 16, 9, 12), (2, 16, 9, 12)),
+    kept_at_the_end: ((2, 12, 1, 16), (2, 12, 9, 16), (2, 12, 9, 16)),
+    pooled: ((2, 9, 16), (1, 1, 16), (2, 9, 16)),
+    expanded_query: ONE_ROW,
+    repeated_query_behind: ONE_ROW,
+    expanded_and_scaled: (*ONE_ROW, (3, 1, 1)),
     tensordot: SINGLE,
     inner: SINGLE,
     linear: SINGLE,
@@ -130,12 +168,18 @@ def test_it_is_read(program: Program, dtype: torch.dtype) -> None:
     same(program, *inputs(READ[program], dtype), rewritten=1, twice=2.5)
 
 
-@pytest.mark.parametrize("program", [msa_rows, se3, retro_neighbours, multiplied_and_summed, tensordot, added_zeros])
+IN_TRAINING = [
+    msa_rows, se3, retro_neighbours, multiplied_and_summed, tensordot, added_zeros, kept, kept_at_the_end, pooled,
+    expanded_query, repeated_query_behind, expanded_and_scaled,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", IN_TRAINING)
 def test_it_is_read_in_training(program: Program) -> None:
     same(program, *inputs(READ[program], grad=True), rewritten=1, grad=True)
 
 
-@pytest.mark.parametrize("program", [se3, multiplied_and_summed, inner])
+@pytest.mark.parametrize("program", [se3, multiplied_and_summed, inner, kept, expanded_query])
 def test_it_is_read_at_lengths_known_at_run_time(program: Program) -> None:
     same(program, *inputs(READ[program]), rewritten=1, dynamic=True)
 
@@ -179,6 +223,37 @@ def summed_with_its_dimension_kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q[:, :, :1] * k).sum(dim=-1, keepdim=True).softmax(-1) * v
 
 
+def kept_and_over_the_wrong_dimension(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A softmax over the head dim that was kept, of one element."""
+    return ((q * k).sum(1, keepdim=True).softmax(1) * v).sum(2)
+
+
+def kept_and_summed_over_it(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q * k).sum(1, keepdim=True).softmax(2) * v).sum(1)
+
+
+def expanded_and_multiplied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the query is multiplied by differs from key to key."""
+    query = q.unsqueeze(1).expand_as(k) * v[..., :1]
+    return ((query * k).sum(2).softmax(1).unsqueeze(2) * v).sum(1)
+
+
+def repeated_along_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Every key meets another query."""
+    query = q.repeat(k.size(1), 1).view_as(k)
+    return ((query * k).sum(2).softmax(1).unsqueeze(2) * v).sum(1)
+
+
+def repeated_and_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    query = q.unsqueeze(1).repeat(1, k.size(1), 1)
+    query[:, 3] = 0.5
+    return ((query * k).sum(2).softmax(1).unsqueeze(2) * v).sum(1)
+
+
+def its_own_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((k * k).sum(2).softmax(1).unsqueeze(2) * v).sum(1)
+
+
 def written_before_it_is_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     product = q[:, :, :1] * k
     product.clamp_(min=0.0)
@@ -200,6 +275,12 @@ NEIGHBOURS = {
     softmax_over_a_part: READ[keys_of_two_dimensions],
     a_factor_along_the_head_dim: (*PLAIN, (16,)),
     summed_with_its_dimension_kept: PLAIN,
+    kept_and_over_the_wrong_dimension: READ[kept],
+    kept_and_summed_over_it: READ[kept],
+    expanded_and_multiplied: ONE_ROW,
+    repeated_along_the_batch: ONE_ROW,
+    repeated_and_written: ONE_ROW,
+    its_own_key: ONE_ROW,
     written_before_it_is_summed: PLAIN,
     something_added: BATCHED,
 }

@@ -100,6 +100,27 @@ def test_a_kernel_restriction_is_honoured() -> None:
     torch.testing.assert_close(out, sdpa(*CASES["plain"]))
 
 
+@pytest.mark.parametrize("switches", [("enable_flash_sdp",), ("enable_flash_sdp", "enable_math_sdp")])
+def test_a_switch_is_a_restriction_of_its_name(switches: tuple[str, ...]) -> None:
+    """Torch's switches are those of sdpa_kernel, and so is what they mean; the reason says which one was set."""
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT * 0.25).softmax(-1) @ v
+
+    try:
+        for switch in switches:
+            getattr(torch.backends.cuda, switch)(False)
+        _, report, out = seen_backends(fn, *CASES["plain"])
+    finally:
+        for switch in switches:
+            getattr(torch.backends.cuda, switch)(True)
+    (site,) = report.sites
+    assert site.outcome == "left" and "allows only" not in site.reason
+    assert all(f"torch.backends.cuda.{switch}(False)" in site.reason for switch in switches), site.reason
+    assert ("MATH" in site.reason) == (len(switches) == 2)
+    torch.testing.assert_close(out, fn(*CASES["plain"]))
+
+
 def test_a_negative_scale_under_a_causal_mask_gives_numbers() -> None:
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
