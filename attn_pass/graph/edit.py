@@ -212,6 +212,8 @@ class Plan:
         """A size as an argument: an integer, or a node that holds it. Raises `ValueError` if no node does."""
         if isinstance(index, int):
             return index
+        if not any(index.terms):  # a number in a quotient
+            return sum(index.terms.values())
         known = self._known.get(index)
         if known is None:
             known = self._known[index] = self._make_size(index)

@@ -396,3 +396,13 @@ def test_layouts_are_followed_through_lists() -> None:
 
     x = [torch.randn(2, 16, 8), torch.randn(2, 8, 16), torch.randn(2, 8, 16)]
     same(run, *x, *(t.flip(0) for t in x), targets=("sdpa",))
+
+
+def test_a_number_in_a_quotient_is_a_size() -> None:
+    """``4 // k.shape[1]``, where the heads of the keys are known at run time only."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.view(q.shape[0], 4 // k.shape[1], -1, *q.shape[2:])
+        return (grouped @ k.mT[:, None] * 0.3).softmax(-1) @ v[:, None]
+
+    same(run, randn(3, 4, 7, 8), randn(3, 2, 9, 8, seed=1), randn(3, 2, 9, 8, seed=2), dynamic=True)
