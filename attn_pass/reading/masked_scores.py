@@ -18,7 +18,7 @@ from attn_pass.reading.arrangement import Arrangement, Roles
 from attn_pass.reading.masks import name_mask
 from attn_pass.reading.parts import Shallower
 from attn_pass.reading.reader import Reader
-from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
+from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise, takes_a_mask_back
 from attn_pass.reading.unreadable import Unreadable
 
 # A fused backward takes exp(score - logsumexp), and beside 1e38 the logarithm of how many keys there are is lost.
@@ -106,6 +106,8 @@ def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
     parts = arrangement.parts
     bias = None if scores.bias is None else arrangement.deep(scores.bias)
     keep = None if scores.keep is None else arrangement.deep(scores.keep.condition)
+    if bias is not None and takes_a_mask_back(bias):
+        raise Unreadable("what was added to the scores, and absorbed them, is taken away again", parts.result)
     named = name_mask(scores.bias, scores.keep, bias, keep, parts.keys, roles.rows, parts.score_dtype)
     if parts.score_dtype == torch.float16:
         reason = half.refusal(scores, arrangement.deep, nan_guard=parts.nan_guard)

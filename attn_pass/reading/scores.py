@@ -421,6 +421,37 @@ def _fills(bias: Expr) -> set[float]:
     return {float(e.value) for e in walk(bias) if isinstance(e, Const) and NEGATIVE_INFINITY < e.value <= -1e9}
 
 
+def takes_a_mask_back(bias: Expr) -> bool:
+    """Whether a sum has numbers of both signs that absorb scores: what is left of these is not what they were."""
+    sums = (e for e in walk(bias) if isinstance(e, Apply) and e.op in ("add", "sub"))
+    for e in sums:
+        one, other = (_signs_of_fills(a) for a in e.args)
+        other = {-sign for sign in other} if e.op == "sub" else other
+        if any(-sign in other for sign in one):
+            return True
+    return False
+
+
+def _signs_of_fills(term: Expr) -> set[int]:
+    """The signs of the numbers in a term that are as large as those of masks."""
+    if isinstance(term, Const):
+        return {1 if term.value > 0 else -1} if abs(float(term.value)) >= -WEAKEST_FILL else set()
+    if not isinstance(term, Apply):
+        return set()
+    if term.op == "where":
+        return _signs_of_fills(term.args[1]) | _signs_of_fills(term.args[2])
+    if term.op in ("add", "cast"):
+        return set().union(*map(_signs_of_fills, term.args))
+    if term.op in ("mul", "div", "neg", "sub"):
+        one, other = term.args if len(term.args) == 2 else (term.args[0], Const(-1.0))
+        if term.op == "sub":
+            return _signs_of_fills(one) | {-sign for sign in _signs_of_fills(other)}
+        factor, of = (one, other) if isinstance(one, Const) and term.op == "mul" else (other, one)
+        turned = isinstance(factor, Const) and factor.value < 0
+        return {-sign if turned else sign for sign in _signs_of_fills(of)}
+    return set()
+
+
 _RULES: dict[str, Callable[[Apply, Axis, torch.dtype], Scores]] = {
     "add": _add,
     "sub": _add,

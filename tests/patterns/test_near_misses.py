@@ -192,6 +192,17 @@ def mask_from_the_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(torch.where(s > 0, s, -INF), v)
 
 
+def taken_back(sign: float) -> Callable[..., Tensor]:
+    """What absorbed the scores is turned round with them, and added once more: 0 is left of a masked score."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        mask = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+        return attend((q @ k.mT + mask) * sign + mask, v)
+
+    return program
+
+
 def top_k(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     s = q @ k.mT
     return attend(s.masked_fill(s < s.topk(3, -1).values[..., -1:], -INF), v)
@@ -361,6 +372,8 @@ CASES = [
     ),
     Case("mask from the scores", mask_from_the_scores, (Q, K, V), LEFT, "mask depends on the scores"),
     Case("top k", top_k, (Q, K, V), LEFT, "scores are also used by topk"),
+    Case("a mask that is taken back", taken_back(-1.0), (Q, K, V), LEFT, "is taken away again"),
+    Case("a mask twice", taken_back(1.0), (Q, K, V), REWRITTEN),
     Case(
         "scores divided key by key",
         lambda q, k, v, t: attend(q @ k.mT / t, v), (Q, K, V, numbers(6).exp()), LEFT, "from key to key",
