@@ -310,6 +310,19 @@ def _rank_of_numbers(entry: Any) -> int | None:
     return 1 if isinstance(entry, list) and all(type(e) is int for e in entry) else None
 
 
+def _replaced(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """``x.index_put((mask,), number)``: what a mask over all rows selects becomes one number."""
+    source, indices, values = call["input"], call["indices"], call["values"]
+    if not isinstance(indices, (tuple, list)) or len(indices) != 1 or call["accumulate"]:
+        return None
+    (mask,) = indices
+    selects, number = tensor_value(mask), tensor_value(values)
+    if selects is None or number is None or selects.dtype != torch.bool or number.dim() or len({source, mask}) == 1:
+        return None
+    flows = tuple((n, {d: d for d in range(len(rules.shape(n)))}) for n in (source, mask))
+    return RowWise(flows, (values,))
+
+
 def _index(rules: Rules, node: Node, call: Call) -> RowWise | None:
     """The same with None for a whole dimension."""
     source, index = call["input"], call["index"]
@@ -379,6 +392,7 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "narrow": _sliced,
     "index_select": _sliced,
     "index": _index,
+    "index_put": _replaced,
     "getitem": _getitem,
     "method_where": lambda rules, node, call: rules.pointwise(node),
     "masked_fill": lambda rules, node, call: rules.pointwise(node),
