@@ -21,6 +21,8 @@ from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.vocabulary import Call, one_or_many, understand
 
 Shape = tuple[Index, ...]
+ACTIVATED = "_addmm_activation"
+"""The product of `nn.TransformerEncoderLayer`'s fast path: `addmm` and relu or gelu."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Rules:
         name = torch_name(node)
         if name in ("layer_norm", "rms_norm"):
             return self._norm(node)
+        if name == ACTIVATED:
+            return _product_beside(self, node, *node.args[:2]) if len(node.args) == 3 else None
         if name in _OF_PAIRS and node.args and isinstance(source := node.args[0], Node):
             return self.keeping(node, source, range(min(len(self.shape(n)) for n in (node, source))))
         if name in _REDUCTIONS:
@@ -214,10 +218,14 @@ def _matmul(rules: Rules, node: Node, call: Call) -> RowWise | None:
 
 
 def _added_product(rules: Rules, node: Node, call: Call) -> RowWise | None:
-    added = call["input"]
+    return _product_beside(rules, node, call["input"], call["batch1"])
+
+
+def _product_beside(rules: Rules, node: Node, added: Any, rows: Any) -> RowWise | None:
+    """A product of two dimensions, and a vector that is added to each row."""
     if len(rules.shape(node)) != 2 or not isinstance(added, Node) or len(rules.shape(added)) != 1:
         return None
-    return rules.keeping(node, call["batch1"], (0,))
+    return rules.keeping(node, rows, (0,))
 
 
 def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], RowWise | None]:
