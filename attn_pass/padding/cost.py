@@ -16,9 +16,10 @@ from torch.fx import Node
 
 from attn_pass.devices.base import LinearLayer
 from attn_pass.devices.device import Device
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
-from attn_pass.padding.rules import first_tensor
+from attn_pass.padding.rules import ACTIVATED, first_tensor
 from attn_pass.padding.trace import Proof
 from attn_pass.reading.vocabulary import operation_of
 from attn_pass.report.units import duration
@@ -32,7 +33,7 @@ _PREPARING_SHARE = 0.05  # where some rows are padding, and their number is a ne
 
 def is_product(node: Node) -> bool:
     """Whether an operation is a product of rows with a weight."""
-    return operation_of(node) in _PRODUCTS
+    return operation_of(node) in _PRODUCTS or torch_name(node) == ACTIVATED
 
 
 @dataclass(frozen=True)

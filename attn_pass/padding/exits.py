@@ -27,6 +27,7 @@ Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other tha
 _OF_SIZES = frozenset(
     {"size", "dim", "numel", "sym_size", "sym_numel", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"}
 )
+_TO_SIZES = frozenset({"expand_as", "view_as", "reshape_as"})  # of a second tensor
 FINITE = "a mask multiplies rows of padding with 0"
 
 
@@ -70,7 +71,7 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
     """How the rows of ``node`` leave by ``user``; None where it may see padding."""
     if user.op == "output":
         return Exit("you promised that rows of padding of the result are unused", "nothing") if around.leaving else None
-    if _is_of_sizes(user):
+    if _is_of_sizes(user, node):
         return Exit("only its sizes are read", "nothing")
     if sites := readers(user, node, layout, around.rules, around.rows, around.operators):
         return Exit("rows of padding reach only their own scores", "nothing", sites=sites)
@@ -83,9 +84,10 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
     return None if call is None or rule is None else rule(call, node, layout, around)
 
 
-def _is_of_sizes(user: Node) -> bool:
-    """Whether an operation gives sizes of a tensor, and none of its numbers."""
-    if torch_name(user) in _OF_SIZES:
+def _is_of_sizes(user: Node, node: Node) -> bool:
+    """Whether an operation reads sizes of a tensor, and none of its numbers."""
+    name = torch_name(user)
+    if name in _OF_SIZES or (name in _TO_SIZES and list(user.args[1:]) == [node] and user.args[0] is not node):
         return True
     return user.target is getattr and len(user.args) > 1 and user.args[1] in ("shape", "ndim")
 
@@ -146,10 +148,15 @@ def _pooled(position: int) -> Exit:
 
 def _selected(mask: Node, around: Surroundings) -> Exit | None:
     """``x[mask]``, a truth value for each row."""
-    value = tensor_value(mask)
-    if value is None or value.dtype != torch.bool or around.rules.shape(mask) != tuple(around.rows):
+    if not _is_of_rows(mask, around):
         return None
     return Exit("a mask selects rows", "nonzero", tensor=mask, at=Layout(0, 1))
+
+
+def _is_of_rows(mask: Node, around: Surroundings) -> bool:
+    """Whether it is a truth value for each row."""
+    value = tensor_value(mask)
+    return value is not None and value.dtype == torch.bool and around.rules.shape(mask) == tuple(around.rows)
 
 
 def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
@@ -184,6 +191,17 @@ def _filled(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exi
     if call["input"] is not node or call["value"] is node or call["mask"] is node:
         return None
     return _hidden_by(call["mask"], node, layout, around, "a mask replaces rows of padding", "zero")
+
+
+def _put(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """Where a truth value for each row selects it, something else is put."""
+    indices = call["indices"]
+    if call["input"] is not node or call["values"] is node or call["accumulate"] or layout != (0, 1):
+        return None
+    mask = indices[0] if isinstance(indices, (tuple, list)) and len(indices) == 1 else None
+    if not isinstance(mask, Node) or mask is node or not _is_of_rows(mask, around):
+        return None
+    return Exit("a mask replaces rows of padding", "zero", tensor=mask, at=Layout(0, 1))
 
 
 def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
@@ -247,6 +265,7 @@ _BY_OPERATION: Mapping[str, Callable[[Call, Node, Layout, Surroundings], Exit | 
     "select": _select,
     "mul": _product,
     "masked_fill": _filled,
+    "index_put": _put,
     "where": _chosen,
     "method_where": _chosen,
 }

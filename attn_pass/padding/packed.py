@@ -199,7 +199,7 @@ class Packing:
             self._pairs = call(aten.reshape.default, self._from_bytes(keep), [-1, self.length, self.length])
             key_mask = call(aten.any.dim, self._pairs, 1)
         elif keep is not None:
-            key_mask = call(aten.reshape.default, keep, [-1, self.length])
+            key_mask = call(aten.reshape.default, self._from_bytes(keep), [-1, self.length])
         for bound, compare in ((mask.starts, aten.ge.Tensor), (mask.ends, aten.lt.Tensor)):
             if bound is not None:
                 inside = call(compare, self._positions(), call(aten.reshape.default, bound, [-1, 1]))

@@ -23,11 +23,18 @@ from attn_pass.options import Options
 from attn_pass.padding.added import adds_learned, ancestors, between_sum_and_mask
 from attn_pass.padding.cost import Cost, cost_of, is_product
 from attn_pass.padding.exits import FINITE, Surroundings
+from attn_pass.padding.folds import keep_positions_apart
 from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
 from attn_pass.padding.rules import Rules
-from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, move_masks_up, share_masks
+from attn_pass.padding.shared import (
+    erase_unread_writes,
+    fill_masks_apart,
+    keep_heads_apart,
+    move_masks_up,
+    share_masks,
+)
 from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
@@ -101,8 +108,10 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
 def _prepare(graph: Graph) -> None:
     """What makes regions larger, and changes no value."""
     erase_unread_writes(graph.gm.graph)
+    fill_masks_apart(graph.gm.graph, graph.operators)
     share_masks(graph.gm.graph, graph.operators, Regions(graph.gm.graph, graph.region))
     keep_heads_apart(graph.gm.graph, graph.operators, graph.sizes)
+    keep_positions_apart(graph.gm, graph.operators, graph.sizes, Regions(graph.gm.graph, graph.region))
     move_masks_up(graph.gm.graph, graph.operators, Regions(graph.gm.graph, graph.region))
 
 

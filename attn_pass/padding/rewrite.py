@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from attn_pass.graph.names import torch_name
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, nodes_in, tensor_value
 from attn_pass.padding.exits import Exit
@@ -152,6 +153,9 @@ class Rewrite:
             (source,) = operands.values()
             return emit.call(aten.reshape.default, source, self._shape(node, layout, packing))
 
+        if torch_name(node) == "view_as_complex":
+            operands = {n: self._in_pairs(emit, x) for n, x in operands.items()}
+
         def packed_operand(old: Node) -> Node:
             return operands.get(old, old)
 
@@ -179,6 +183,13 @@ class Rewrite:
             rules = self.trace.around.rules
             length = layout.length - len(rules.shape(node)) + len(rules.shape(operand))
         return packing.spread(operand, batch, length)
+
+    def _in_pairs(self, emit: Emitter, node: Node) -> Node:
+        """With the numbers of its last dimension beside each other, as they were, but may not be where it is packed."""
+        value = tensor_value(node)
+        if value is None or self.sizes.index(value.stride(-1)) == 1:
+            return node
+        return emit.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def _shape(self, node: Node, layout: Layout, packing: Packing) -> list[Any]:
         """The shape of a packed result."""

@@ -21,6 +21,8 @@ from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.vocabulary import Call, one_or_many, understand
 
 Shape = tuple[Index, ...]
+ACTIVATED = "_addmm_activation"
+"""The product of `nn.TransformerEncoderLayer`'s fast path: `addmm` and relu or gelu."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Rules:
         name = torch_name(node)
         if name in ("layer_norm", "rms_norm"):
             return self._norm(node)
+        if name == ACTIVATED:
+            return _product_beside(self, node, *node.args[:2]) if len(node.args) == 3 else None
+        if name in _OF_PAIRS and node.args and isinstance(source := node.args[0], Node):
+            return self.keeping(node, source, range(min(len(self.shape(n)) for n in (node, source))))
         if name in _REDUCTIONS:
             dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
             keepdim = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
@@ -212,10 +218,14 @@ def _matmul(rules: Rules, node: Node, call: Call) -> RowWise | None:
 
 
 def _added_product(rules: Rules, node: Node, call: Call) -> RowWise | None:
-    added = call["input"]
+    return _product_beside(rules, node, call["input"], call["batch1"])
+
+
+def _product_beside(rules: Rules, node: Node, added: Any, rows: Any) -> RowWise | None:
+    """A product of two dimensions, and a vector that is added to each row."""
     if len(rules.shape(node)) != 2 or not isinstance(added, Node) or len(rules.shape(added)) != 1:
         return None
-    return rules.keeping(node, call["batch1"], (0,))
+    return rules.keeping(node, rows, (0,))
 
 
 def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], RowWise | None]:
@@ -250,6 +260,16 @@ def _cat(rules: Rules, node: Node, call: Call) -> RowWise | None:
     return RowWise(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
 
 
+def _stack(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """At a new dimension, in front of which all stay where they are; those behind it move on."""
+    parts, dim = call["input"], call["dim"]
+    if not isinstance(parts, (tuple, list)) or not isinstance(dim, int) or any(tensor_value(p) is None for p in parts):
+        return None
+    rank = len(rules.shape(node))
+    dims = {d: d + (d >= dim % rank) for d in range(rank - 1)}
+    return RowWise(tuple((p, dims) for p in dict.fromkeys(parts)))
+
+
 def _without_dim(rules: Rules, node: Node, call: Call) -> RowWise | None:
     source, dim = call["input"], call["dim"]
     if not isinstance(source, Node) or not isinstance(dim, int) or not isinstance(call.get("index", 0), int):
@@ -260,7 +280,10 @@ def _without_dim(rules: Rules, node: Node, call: Call) -> RowWise | None:
 
 
 def _sliced(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """A part of one dimension; where an index says which, it is read whole."""
     dim, rank = call["dim"], len(rules.shape(node))
+    if not isinstance(dim, int) or not rank:
+        return None
     return rules.keeping(node, call["input"], [d for d in range(rank) if d != dim % rank])
 
 
@@ -270,25 +293,73 @@ def _getitem(rules: Rules, node: Node, call: Call) -> RowWise | None:
         return None
     if isinstance(fake_value(source), (tuple, list)):
         return rules.keeping(node, source, range(len(rules.shape(node)))) if isinstance(index, int) else None
-    dims = indexed_dims(index, len(rules.shape(source)))
-    return None if dims is None else RowWise(((source, dims),))
+    rank = len(rules.shape(source))
+    dims = _indexed_dims(index, rank)
+    if dims is None:
+        return _at_numbers(rules, node, source, _with_slices(index, rank))
+    return RowWise(((source, dims),))
 
 
-def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
-    """Where the dimensions go that ``x[index]`` takes whole; None for an index that is no slice, number or None."""
-    entries = list(index) if isinstance(index, (tuple, list)) else [index]
-    if any(not (e is None or e is Ellipsis or isinstance(e, slice) or type(e) is int) for e in entries):
+def _at_numbers(rules: Rules, node: Node, source: Node, entries: list[Any]) -> RowWise | None:
+    """``x[..., numbers]`` beside whole dimensions: what says the numbers is read whole; its dimensions stand there."""
+    at = [d for d, e in enumerate(entries) if not (isinstance(e, slice) and e in _WHOLE)]
+    ranks = [_rank_of_numbers(entries[d]) for d in at]
+    if len(ranks) != 1 or ranks[0] is None or _times_read(node, source) > 1:
         return None
+    dims = {d: d if d < at[0] else d + ranks[0] - 1 for d in range(len(rules.shape(source))) if d != at[0]}
+    return RowWise(((source, dims),), tuple(n for n in node.all_input_nodes if n is not source))
+
+
+def _rank_of_numbers(entry: Any) -> int | None:
+    """How many dimensions an index has, of a tensor of whole numbers or of a list; None for any other entry."""
+    value = tensor_value(entry)
+    if value is not None:
+        return value.dim() if value.dim() and value.dtype in (torch.int32, torch.int64) else None
+    return 1 if isinstance(entry, list) and all(type(e) is int for e in entry) else None
+
+
+def _replaced(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """``x.index_put((mask,), number)``: what a mask over all rows selects becomes one number."""
+    source, indices, values = call["input"], call["indices"], call["values"]
+    if not isinstance(indices, (tuple, list)) or len(indices) != 1 or call["accumulate"]:
+        return None
+    (mask,) = indices
+    selects, number = tensor_value(mask), tensor_value(values)
+    if selects is None or number is None or selects.dtype != torch.bool or number.dim() or len({source, mask}) == 1:
+        return None
+    flows = tuple((n, {d: d for d in range(len(rules.shape(n)))}) for n in (source, mask))
+    return RowWise(flows, (values,))
+
+
+def _index(rules: Rules, node: Node, call: Call) -> RowWise | None:
+    """The same with None for a whole dimension."""
+    source, index = call["input"], call["index"]
+    if not isinstance(source, Node) or not isinstance(index, (tuple, list)):
+        return None
+    return _at_numbers(rules, node, source, [slice(None) if e is None else e for e in index])
+
+
+def _with_slices(index: Any, rank: int) -> list[Any]:
+    """The entries of an index, with whole dimensions for an ellipsis. A list is one entry: places of one dimension."""
+    entries = list(index) if isinstance(index, tuple) else [index]
     if Ellipsis in entries:
         at = entries.index(Ellipsis)
         indexed = sum(e is not None and e is not Ellipsis for e in entries)
         entries[at : at + 1] = [slice(None)] * (rank - indexed)
+    return entries
+
+
+def _indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
+    """Where the dimensions go that ``x[index]`` takes whole; None for an index that is no slice, number or None."""
+    entries = _with_slices(index, rank)
+    if any(not (e is None or isinstance(e, slice) or type(e) is int) for e in entries):
+        return None
     dims, source, result = {}, 0, 0
     for entry in entries:
         if entry is None:
             result += 1
         elif isinstance(entry, slice):
-            if entry in (slice(None), slice(0, None)):
+            if entry in _WHOLE:
                 dims[source] = result
             source, result = source + 1, result + 1
         else:
@@ -296,6 +367,7 @@ def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
     return dims | {d: result + d - source for d in range(source, rank)}
 
 
+_WHOLE = (slice(None), slice(0, None))
 _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "reshape": _reshape,
     "copy": _same,
@@ -320,15 +392,20 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], RowWise | None]] = {
     "min": _extremum,
     "embedding": _embedding,
     "cat": _cat,
+    "stack": _stack,
     "pieces": _sliced,
     "unbind": _without_dim,
     "select": _without_dim,
     "slice": _sliced,
     "narrow": _sliced,
+    "index_select": _sliced,
+    "index": _index,
+    "index_put": _replaced,
     "getitem": _getitem,
     "method_where": lambda rules, node, call: rules.pointwise(node),
     "masked_fill": lambda rules, node, call: rules.pointwise(node),
     "pow": lambda rules, node, call: rules.pointwise(node),
 }
 _REDUCTIONS = frozenset({"mean", "argmax", "argmin", "amin"})
-_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "all", "any", "lookup"})
+_OF_PAIRS = frozenset({"view_as_complex", "view_as_real"})  # of the last dimension, which one of the two has not
+_MIXING = frozenset({"cumsum", "expand", "repeat", "pad", "einsum", "all", "any", "lookup"})

@@ -21,6 +21,12 @@ from attn_pass.padding.added import added_mask, ancestors
 from attn_pass.padding.masks import PER_BATCH, mask_of
 from attn_pass.reading.vocabulary import understand
 
+_FILLS = {
+    "masked_fill_": torch.masked_fill,
+    torch.ops.aten.masked_fill_.Scalar: torch.ops.aten.masked_fill.Scalar,
+    torch.ops.aten.masked_fill_.Tensor: torch.ops.aten.masked_fill.Tensor,
+}
+
 
 def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
     """Gives every attention of a graph the first of the masks that are computed alike."""
@@ -33,13 +39,34 @@ def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> N
             mask = site.kwargs.get(name)
             if isinstance(mask, Node) and (shared := first.setdefault(numbers.of(mask), mask)) is not mask:
                 site.update_kwarg(name, shared)
-                _erase(graph, mask)
+                erase(graph, mask)
         added = added_mask(site)
         if added is not None and (shared := first.setdefault(numbers.of(added), added)) is not added:
             position = {node: n for n, node in enumerate(graph.nodes)}
             if all(position[user] > position[shared] for user in added.users):
                 added.replace_all_uses_with(shared)
-                _erase(graph, added)
+                erase(graph, added)
+
+
+def fill_masks_apart(graph: Graph, operators: Collection[Any]) -> None:
+    """Masks that are filled in place, in memory that nobody has seen: a copy that is filled is the same.
+
+    So `nn.MultiheadAttention` makes its own. What reads the memory afterwards reads the copy.
+    """
+    masks = {mask for site in graph.nodes if site.target in operators for mask in mask_of(site).nodes}
+    made_of = ancestors(masks)
+    for node in [n for n in graph.nodes if n in made_of]:
+        call = understand(node)
+        if call is None or call.op != "masked_fill" or not call.in_place or not isinstance(call["input"], Node):
+            continue
+        target, effects = call["input"], Effects(graph)
+        aliases, at = effects.aliases(target), effects.position[node]
+        before = [alias for alias in aliases if effects.position[alias] < at]
+        if before != [target] or not effects.is_internal(target, set(aliases)) or node.target not in _FILLS:
+            continue
+        node.op, node.target = "call_function", _FILLS[node.target]
+        for user in [u for u in target.users if effects.position[u] > at]:
+            user.replace_input_with(target, node)
 
 
 def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> None:
@@ -56,7 +83,7 @@ def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> 
                 shapes = [() if v is None else sizes.shape(v) for v in values]
                 if shapes[0] == shapes[2] and len(shapes[1]) < len(shapes[0]):
                     _replace(graph, apart, site)
-            _erase(graph, merged)
+            erase(graph, merged)
 
 
 def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
@@ -99,8 +126,7 @@ def erase_unread_writes(graph: Graph) -> None:
         if not read and effects.is_internal(target, set(aliases)):
             made_of = node.all_input_nodes
             graph.erase_node(node)
-            for operand in made_of:
-                _erase(graph, operand)
+            erase(graph, *made_of)
 
 
 def _is_view(node: Node) -> bool:
@@ -119,9 +145,9 @@ def _replace(graph: Graph, view: Node, site: Node) -> None:
     graph.erase_node(view)
 
 
-def _erase(graph: Graph, node: Node) -> None:
-    """A node and what it was made of, where nothing else uses it."""
-    waiting, seen = [node], set[Node]()
+def erase(graph: Graph, *nodes: Node) -> None:
+    """Nodes and what they were made of, where nothing else uses it."""
+    waiting, seen = list(nodes), set[Node]()
     while waiting:
         node = waiting.pop()
         if node in seen or node.users:

@@ -68,6 +68,51 @@ def test_padding_that_is_filled() -> None:
     packed(Encoder(lambda model, x, mask: torch.where(mask[..., None] == 0, 0.0, x).sum(1), layers=1))
 
 
+@pytest.mark.parametrize(
+    "zeroed",
+    [
+        lambda x, keep: torch.where(keep[..., None].expand_as(x), x, 0.0),
+        lambda x, keep: x.index_put((~keep,), torch.zeros(())),
+        lambda x, keep: x.flatten(0, 1).index_put((~keep.flatten(),), torch.tensor(0.0)).view_as(x),
+    ],
+)
+def test_padding_that_is_zeroed_behind_every_layer(zeroed: Callable[..., Tensor]) -> None:
+    batches = [m for m in masks() if m.any(1).all()]
+    region = packed(Encoder(first, zeroed, eager=False), batches)
+    assert region.packed == 2
+    (region,) = compiled_once(Encoder(first, zeroed, eager=False, layers=1).eval())
+    assert region.packed == 1
+
+
+def test_padding_that_is_zeroed_in_front_of_a_sum() -> None:
+    for zeroed in (
+        lambda x, mask: torch.where(mask.bool()[..., None].expand_as(x), x, 0.0),
+        lambda x, mask: x.index_put((mask == 0,), torch.zeros(())),
+        lambda x, mask: x.index_put((mask == 0,), torch.ones(E)),
+    ):
+        region = packed(Encoder(lambda model, x, mask, zeroed=zeroed: zeroed(x, mask).sum(1), layers=1))
+        assert any("a mask replaces rows of padding" in leaving for leaving in region.exits)
+    summed = Encoder(lambda model, x, mask: x.index_put((mask == 0,), torch.ones(E), True).sum(1), layers=1)
+    assert "index_put may mix" in left(summed).reason
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda x, keep: x[:, :1].expand_as(x), ""),
+        (lambda x, keep: x.cumsum(1)[:, -1:].expand_as(x), "cumsum may mix"),
+        (lambda x, keep: x.index_put((keep[:, 0],), torch.zeros(())), "index_put may mix"),
+        (lambda x, keep: x.index_put((torch.arange(B), torch.arange(B)), torch.zeros(())), "index_put may mix"),
+        (lambda x, keep: x.index_put((keep.T.reshape(B, L),), torch.zeros(()), True), "index_put may mix"),
+        (lambda x, keep: x.index_put((~keep,), x.flip(1)[0, 0]), "flip may mix"),
+        (lambda x, keep: x.index_put((x > 1,), x.mean()), "mean may mix"),
+    ],
+)
+def test_what_looks_as_if_padding_was_zeroed(between: Callable[..., Tensor], reason: str) -> None:
+    region = packed(Encoder(first, between, eager=False), [m for m in masks() if m.any(1).all()])
+    assert not reason or (region.packed == 1 and reason in "".join(region.stops)), region.stops
+
+
 def test_a_mask_that_is_another_than_the_attentions() -> None:
     """Rows that the pooling reads and the attention does not are computed as well."""
 
