@@ -73,17 +73,18 @@ def _calls(rows: int, features: int, width: int, dtype: torch.dtype) -> dict[str
         turn = cycle(of)
         return lambda: few_rows.OPERATOR(x, next(turn), bias)
 
-    calls = {"torch": by_torch(weights), "again": by_torch(weights), "torch columns": by_torch(turned)}
+    calls = {"torch": by_torch(weights), "again": by_torch(weights)}
     if knows:
         calls |= {
             "plain": by_onednn(weights),
+            "torch columns": by_torch(turned),
             "columns": by_onednn(turned),
             "torch unbiased": by_torch(weights, None),
             "unbiased": by_onednn(weights, None),
             "packed": by_onednn(packed),
         }
     if rows <= _MOST_OF_KERNEL:
-        calls |= {"kernel": by_kernel(weights), "kernel columns": by_kernel(turned)}
+        calls |= {"kernel": by_kernel(weights)} | ({"kernel columns": by_kernel(turned)} if knows else {})
     if dtype == torch.float32 and torch.backends.mkl.is_available():
         both = cycle([(torch.ops.mkl._mkl_reorder_linear_weight(w, rows), w) for w in weights])
         calls["mkl"] = lambda: torch.ops.mkl._mkl_linear(x, *next(both), bias, rows)

@@ -292,10 +292,12 @@ def test_the_sizes_that_were_measured(rows: int, features: int, width: int, is_s
 
 
 def test_one_row_by_columns_is_torchs() -> None:
-    for rows, taken in ((1, False), (3, False), (4, True)):
+    for rows, library in ((1, None), (2, "the CPU kernel"), (8, "the CPU kernel"), (9, "oneDNN")):
         layer = replace(LAYER, rows=rows, by_columns=True)
-        assert (rules.faster_linear(layer) is not None) == taken
+        assert getattr(rules.faster_linear(layer), "library", None) == library
         assert rules.faster_linear(replace(layer, by_columns=False)) is not None
+    for rows in (1, 3, 4):
+        assert rules.is_faster_on_amd(replace(LAYER, rows=rows, by_columns=True)) == (rows == 4)
 
 
 # ---------------------------------------------------------------- compiled
