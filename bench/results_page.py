@@ -80,7 +80,7 @@ OTHERS = (
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
     ("census-projections.md", "layers that make queries, keys and values: which are read, and which are one product"),
     ("census-rotary.md", "rotary embeddings and norms of decoders, which are read"),
-    ("linear-layers-cpu.md", "linear layers by torch's call and by oneDNN, by their sizes"),
+    ("linear-layers-cpu.md", "linear layers by torch's call, by oneDNN and by the CPU kernel, by their sizes"),
     ("rotary-cost.md", "what rotating inside the CPU kernel could save at most, predicted"),
     ("s1-xla.md", "field report S1 on XLA"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
