@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from padded_encoders import LOWEST, B, E, Encoder, H, L, left, masks, packed, ran
+from padded_encoders import LOWEST, B, E, Encoder, H, L, anywhere, left, masks, packed, ran, right
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,17 +17,6 @@ from attn_pass.graph.values import Sizes
 from attn_pass.padding.rules import Rules
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
-
-
-def right() -> list[Tensor]:
-    return [m for m in masks() if m.any(1).all()]
-
-
-def anywhere() -> list[Tensor]:
-    made = [(torch.rand(B, L) < 0.5).long() for _ in range(2)]
-    for mask in made:
-        mask[:, L // 2] = 1
-    return made
 
 
 # ---------------------------------------------------------------- rows that are read by another way

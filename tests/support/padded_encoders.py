@@ -23,6 +23,19 @@ def masks(left: bool = False) -> list[Tensor]:
     return [m.flip(1) for m in made] if left else made
 
 
+def right() -> list[Tensor]:
+    """Those with padding on the right in which no sequence is fully masked."""
+    return [m for m in masks() if m.any(1).all()]
+
+
+def anywhere() -> list[Tensor]:
+    """Masks of keys that lie anywhere, the middle one among them."""
+    made = [(torch.rand(B, L) < 0.5).long() for _ in range(2)]
+    for mask in made:
+        mask[:, L // 2] = 1
+    return made
+
+
 class Layer(nn.Module):
     """A layer of an encoder as transformers writes it, with its attention by hand or by torch's call."""
 
