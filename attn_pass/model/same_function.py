@@ -43,8 +43,8 @@ def is_same_function(one: Attention, other: Attention, sources: Mapping[int, int
 
 def _is_plain(a: Attention) -> bool:
     """Whether it is a scaled product with a mask, and nothing else."""
-    more = (a.not_affine, a.factors, a.result_factors, a.sink is not None, a.valid is not None, a.nan_guard, a.clamped)
-    return not any(more) and a.rescaled == 1.0
+    more = (a.not_affine, a.factors, a.result_factors, a.sink is not None, a.valid is not None)
+    return not any((*more, a.nan_guard, a.clamped, a.fill_is_weak)) and a.rescaled == 1.0
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
 def _view_steps(shape: tuple[Index, ...], index: Sequence[Index], groups: Sequence[Group]) -> tuple[Step, ...]:
     index, groups, padding = _inside(shape, index, groups)
     index, groups = split_axes(index, groups)
-    steps: list[Step] = []
+    whole, (shape, index) = shape, _by_strides(shape, index)
+    steps: list[Step] = [] if shape == whole else [Reshape(shape)]
     chains: list[tuple[Axis, ...]] = []
     sizes: list[Index] = []
     for dim, (size, position) in enumerate(zip(shape, index)):
@@ -154,7 +155,38 @@ def _view_steps(shape: tuple[Index, ...], index: Sequence[Index], groups: Sequen
         steps.append(Expand(tuple(expanded)))
         current = expanded
     _reshape(steps, current, final)
-    return (*_without_round_trips(shape, steps), *padding)
+    return (*_without_round_trips(whole, steps), *padding)
+
+
+def _by_strides(shape: tuple[Index, ...], index: Sequence[Index]) -> tuple[tuple[Index, ...], Sequence[Index]]:
+    """Each dimension of which only every n-th element is read as two: the number of the run of n, and the place in it.
+
+    ``weights[:, ::2]`` are the first of each pair.
+    """
+    sizes: list[Index] = []
+    places: list[Index] = []
+    for size, position in zip(shape, index):
+        stride = common_stride(position)
+        runs, start = divide_exactly(size, stride), dict(terms_of(position)).get((), 0)
+        if stride == 1 or runs is None or not is_nonnegative(start):
+            sizes.append(size)
+            places.append(position)
+            continue
+        run = divide_exactly(position - start, stride)
+        assert run is not None
+        sizes += [runs, stride]
+        places += [run + start // stride, start % stride]
+    return tuple(sizes), places
+
+
+def common_stride(index: Index) -> int:
+    """How far one step of an affine index goes at least: every step is a multiple of it; 1 for any other index."""
+    split = digits(index)
+    strides = [] if split is None else [d.stride for d in split[1]]
+    known = [s for s in strides if isinstance(s, int)]
+    stride = min(known, default=1)
+    fits = stride > 1 and split is not None and isinstance(split[0], int)
+    return stride if fits and all(divide_exactly(s, stride) is not None for s in strides) else 1
 
 
 def _inside(

@@ -87,7 +87,8 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
         product_dtypes=(scores_product.dtype, result.dtype),
         dropout=above.dropout,
         empty_row_is_nan=c.read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or scores.sink),
-        nan_guard=made_of.nan_guard,
+        nan_guard=made_of.nan_guard or scores.walk.is_guarded,
+        fill_is_weak=scores.fill_is_weak,
         result_factors=(*made_of.factors, *factors_of_rows(reader, c.product, c.weights, c.ending.at_product)),
         sink=scores.sink,
         by_logarithm=c.read.by_logarithm,
@@ -150,6 +151,7 @@ class _Scores:
     score: Expr
     sink: Expr | None
     are_plain: bool  # nothing that the softmax does not feel was left out
+    fill_is_weak: bool
     nodes: tuple[Node, ...]
 
 
@@ -162,8 +164,9 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
     product, at_product = _score_product(c, above, walk)
     value = tensor_value(c.read.input)
     assert value is not None
+    is_weak = False
     if above.made_of.zeroed is not None:
-        score = masked_once(reader, score, walk, above.made_of.zeroed, value.dtype)
+        score, is_weak = masked_once(reader, score, walk, above.made_of.zeroed, value.dtype)
     score, sink, beside = _with_sink(c, above, walk, score, time)
     if c.read.scale != 1:
         score = apply("mul", score, Const(c.read.scale))
@@ -179,7 +182,7 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
             check_no_shift(form, above.keys, c.scores_product)
     times = (p.times for p in (c.product, product) if p.times is not None)
     nodes = (*passed, *beside, *reader.instead_of(c.product.node), *times)
-    return _Scores(walk, product, at_product, score, sink, plain, nodes)
+    return _Scores(walk, product, at_product, score, sink, plain, is_weak, nodes)
 
 
 def _score_product(c: Candidate, above: _Above, walk: UseDefWalk) -> tuple[Product, Position]:

@@ -73,7 +73,7 @@ def _drops(site: Site) -> bool:
 
 
 def _outside_uses(reader: Reader, site: Site) -> frozenset[tuple[Node, Node]] | None:
-    """The uses of inner nodes outside the site; None if one is the graph's output, or if an inner node is written."""
+    """The uses of inner nodes outside the site; None if one is the graph's output, or if something else writes one."""
     if site.described is None:
         return None
     try:
@@ -84,7 +84,7 @@ def _outside_uses(reader: Reader, site: Site) -> frozenset[tuple[Node, Node]] | 
     of_a_shape = {use.user for use in site.shape_uses}
     uses: set[tuple[Node, Node]] = set()
     for node in site.internal:
-        if reader.effects.mutations(node):
+        if reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
             return None
         for user in node.users:
             if user in inside or user in of_a_shape or is_metadata_assertion(user):

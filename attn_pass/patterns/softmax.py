@@ -17,6 +17,7 @@ from attn_pass.patterns.after_product import (
 from attn_pass.patterns.also_used import with_what_else_is_needed
 from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_window, failed, refused
 from attn_pass.patterns.lifted_softmax import Candidate, lift
+from attn_pass.patterns.separated_weights import with_others_of_sums
 from attn_pass.patterns.shape_uses import remaining_shape_uses, with_shape_uses
 from attn_pass.patterns.shared_scores import with_partners
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
@@ -32,7 +33,8 @@ FORM = "eager"
 
 def find(reader: Reader) -> Iterator[Site]:
     """Every product with weights on one side, and every softmax of a product that reaches none."""
-    yield from with_what_else_is_needed(reader, with_partners(reader, list(_find(reader))))
+    sites = with_others_of_sums(reader, with_partners(reader, list(_find(reader))))
+    yield from with_what_else_is_needed(reader, sites)
 
 
 def _find(reader: Reader) -> Iterator[Site]:

@@ -184,46 +184,51 @@ def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
     return transform(expression, uncast)
 
 
-def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
+_WEAK_FILL = -1e4  # from here on a number is meant to mask where the weights of what it replaced are set to zero
+
+
+def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> tuple[Expr, bool]:
     """The score whose masks, set to zero again after the softmax, leave fully masked rows at zero.
 
+    Also whether one of the fills is no masking number, which other scores of a row are assumed to be far above.
     Raises `Unreadable` unless both are the same masks: then every weight set to zero is zero already, but in fully
     masked rows, and a fill of -inf says what those become. A number beside another mask is no such fill: where the two
     mask all keys of a row, the weights that stay are shares of more keys than those.
     """
     wanted, masks, inner = set(conjuncts(zeroed, negated=True)), list[Expr](), score
-    any_finite = False
-    while (outermost := _outermost_mask(inner, dtype)) is not None:
+    any_finite = is_weak = False
+    while (outermost := _outermost_mask(inner)) is not None:
         masked, fill, inner = outermost
         masks.append(masked)
         any_finite |= fill != NEGATIVE_INFINITY
+        is_weak |= not is_masking(fill, dtype)
         same = deep(reader, scores, reduce(partial(apply, "or"), masks))
-        if any_finite and _may_mask(reader, scores, inner, dtype):
+        if any_finite and _may_mask(reader, scores, inner):
             continue
         written = any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same))
         if not written and set(conjuncts(same, negated=True)) == wanted:
             for mask in reversed(masks):
                 inner = apply("where", mask, Const(NEGATIVE_INFINITY), inner)
-            return inner
+            return inner, is_weak
     raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
 
 
-def _outermost_mask(score: Expr, dtype: torch.dtype) -> tuple[Expr, float, Expr] | None:
+def _outermost_mask(score: Expr) -> tuple[Expr, float, Expr] | None:
     """``(what is masked, the number filled in, the score elsewhere)`` of the last mask of a score; None without one."""
     if isinstance(score, Apply) and score.op == "where":
         condition, yes, no = score.args
         for masked, fill, inner in ((condition, yes, no), (apply("not", condition), no, yes)):
-            if isinstance(fill, Const) and is_masking(float(fill.value), dtype):
+            if isinstance(fill, Const) and float(fill.value) <= _WEAK_FILL:
                 return masked, float(fill.value), inner
     return None
 
 
-def _may_mask(reader: Reader, scores: UseDefWalk, score: Expr, dtype: torch.dtype) -> bool:
+def _may_mask(reader: Reader, scores: UseDefWalk, score: Expr) -> bool:
     """Whether a score may hold a finite number that masks: one that is written, or in a tensor that is given."""
 
     def masks(part: Expr) -> bool:
         if isinstance(part, Const):
-            return float(part.value) > NEGATIVE_INFINITY and is_masking(float(part.value), dtype)
+            return NEGATIVE_INFINITY < float(part.value) <= _WEAK_FILL
         if not isinstance(part, Load) or not reader.sources[part.source].dtype.is_floating_point:
             return False
         return reader.source_nodes[part.source].op in ("placeholder", "get_attr")

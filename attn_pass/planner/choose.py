@@ -16,7 +16,7 @@ from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import valid_range
 from attn_pass.report.units import duration
-from attn_pass.targets.base import CLAMP, FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets.base import CLAMP, FLEX, NAN_GUARD, WEAK_FILL, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
 from attn_pass.targets.registry import all_targets
@@ -182,15 +182,17 @@ def choose(
 
 def _assumed(attention: Attention) -> tuple[str, ...]:
     """What is assumed of the program's scores, whatever the form."""
-    return (*((NAN_GUARD,) if attention.nan_guard else ()), *((CLAMP,) if attention.clamped else ()))
+    a = attention
+    every = ((a.nan_guard, NAN_GUARD), (a.clamped, CLAMP), (a.fill_is_weak, WEAK_FILL))
+    return tuple(assumption for holds, assumption in every if holds)
 
 
 def _guard_refusal(attention: Attention, setting: Setting) -> str:
-    """Why a guard against NaN weights, or a clamp, keeps a site as it is; empty where it does not, or there is none."""
+    """Why what is assumed of the scores keeps a site as it is; empty where it does not, or nothing is assumed."""
     if setting.numerics == "strict" and (assumed := _assumed(attention)):
         return f"numerics='strict': {assumed[0]}"
     if attention.nan_guard and may_be_infinite(attention.modified):
-        return "a guard against NaN weights, beside scores that may become infinite"
+        return "a guard against NaN, beside scores that may become infinite"
     return ""
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from attn_pass.model.attention import Factor
 from attn_pass.model.expression import Expr, Load, expression_axes, loads, rewrite_indices, with_loads
-from attn_pass.model.index import Axis, Index, axes, axis_index, divide_exactly, substitute, unsplit_axis
-from attn_pass.model.views import NoView, digit_axes, split_axes
+from attn_pass.model.index import Axis, Index, axes, axis_index, divide_exactly, substitute, terms_of, unsplit_axis
+from attn_pass.model.views import NoView, common_stride, digit_axes, split_axes
 from attn_pass.reading.operands import OperandForm
 from attn_pass.reading.parts import Parts, Shallower
 from attn_pass.reading.unreadable import Unreadable
@@ -222,8 +222,9 @@ def _check_operands(arrangement: Arrangement, known: set[Axis]) -> None:
 
 
 def _chain(position: Index) -> tuple[Axis, ...]:
-    """The axes of a mixed-radix position, slowest first. Raises `NoView`."""
-    return digit_axes(position)[1]
+    """The axes of a mixed-radix position, slowest first; it may be one of every n-th only. Raises `NoView`."""
+    stride, start = common_stride(position), dict(terms_of(position)).get((), 0)
+    return digit_axes(divide_exactly(position - start, stride) or 0)[1]
 
 
 def _batch_and_heads(

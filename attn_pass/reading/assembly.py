@@ -145,6 +145,7 @@ def _attention(
         empty_row_is_nan=parts.empty_row_is_nan,
         nan_guard=parts.nan_guard,
         clamped=scores.clamped,
+        fill_is_weak=parts.fill_is_weak,
         needs_grad=bool(value.requires_grad),
         not_affine="" if read.modified is None else read.modified.reason,
         modified=sources.expression(read.function),

@@ -38,6 +38,7 @@ class Parts:
     dropout: float = 0.0
     empty_row_is_nan: bool = True
     nan_guard: bool = False  # weights that are NaN are set to zero
+    fill_is_weak: bool = False  # weights are set to zero of scores that were filled with what is no mask's number
     result_factors: tuple[Factor, ...] = ()  # of the weights, the same for all keys of a row
     sink: Expr | None = None  # one more logit of every row, without a value
     by_logarithm: bool = False  # the softmax takes the logarithm of its sum off the scores

@@ -89,6 +89,7 @@ class Reader(GraphReader):
         self._forms: dict[Node, Callable[[Position], Expr] | None] = {}  # of known tensors
         self._until: int | None = None
         self._instead: dict[Node, tuple[Node, ...]] = {}
+        self.sums: list[tuple[Node, ...]] = []  # products that add up to one that they stand in the place of
 
     @contextmanager
     def site(self) -> Iterator[Used]:
@@ -124,6 +125,12 @@ class Reader(GraphReader):
         self.forget(product.users)
         self._reach.products[product] = frozenset((product,))
         self._instead[product] = idle
+
+    def has_reach_of(self, new: Node, old: Node) -> None:
+        """Records that the elements of a new node come from the same products and softmaxes as an old one's."""
+        for held in (self._reach.products, self._reach.softmaxes):
+            if old in held:
+                held[new] = held[old]
 
     def instead_of(self, product: Node) -> tuple[Node, ...]:
         """The nodes that a product stands in the place of."""

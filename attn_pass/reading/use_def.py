@@ -63,6 +63,7 @@ class UseDefWalk:
     of_weights: bool = False  # what comes after a softmax, whose elements are between 0 and 1, or NaN
     loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load beside the walk
     joined: list[tuple[torch.dtype, Expr]] = field(default_factory=list)  # to the leaf, in which type; nothing small
+    is_guarded: bool = False  # what is NaN or infinite is made a number
     is_beyond_half: bool = False  # something joined that is small in its own type, and in float16 would not be
 
     def read(self, node: Node, position: Position, at: int) -> Expr:
@@ -106,6 +107,9 @@ class UseDefWalk:
         if call.op == "nan_to_num" and self.of_weights and call["nan"] in (None, 0):
             inner = self.read(call["input"], position, time)
             return apply("where", apply("ne", inner, inner), Const(0.0), inner)
+        if call.op == "nan_to_num" and not self.of_weights and (lowest := _lowest(call, defined)) is not None:
+            self.is_guarded = True
+            return self._noted(defined, apply("maximum", self.read(call["input"], position, time), lowest))
         if call.op == "index_put":
             return self._put(defined, call, position, time)
         if call.op in SCATTERS:
@@ -303,6 +307,7 @@ class UseDefWalk:
         self.internal |= other.internal
         self.joined += [(dtype, rewrite_indices(e, places)) for dtype, e in other.joined]
         self.is_beyond_half |= other.is_beyond_half
+        self.is_guarded |= other.is_guarded
         for load, side in other.loads.items():
             self.loads[Load(load.source, moved(load.index))] = replace(
                 side, written_position=moved(side.written_position)
@@ -349,6 +354,17 @@ def written_into(reader: Reader, product: Node) -> list[Node]:
         source = None if call is None or call.op not in VIEWS else call.args.get("input")
         node = source if isinstance(source, Node) and call is not None and reader.is_alias(node, call) else None
     return nodes
+
+
+def _lowest(call: Call, node: Node) -> Const | None:
+    """What ``nan_to_num`` makes of -inf, where NaN becomes 0; None for other numbers."""
+    value = tensor_value(node)
+    if value is None or not value.is_floating_point() or call["nan"] not in (None, 0) or call["posinf"] is not None:
+        return None
+    lowest = call["neginf"]
+    if lowest is None:
+        return Const(torch.finfo(value.dtype).min)
+    return Const(float(lowest)) if isinstance(lowest, (int, float)) else None
 
 
 _LOGIC = ("not", "and", "or", "eq", "ne")

@@ -24,7 +24,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import Body, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, tensor_value
 from attn_pass.model.index import Index, product
-from attn_pass.patterns import by_slices, composite, flex_calls, joined_scores, summed_pieces
+from attn_pass.patterns import by_slices, composite, flex_calls, joined_scores, separated_weights, summed_pieces
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.softmax_forms import is_softmax
 from attn_pass.reading.parts import Described
@@ -83,7 +83,7 @@ class GraphContext:
             self.reader = self._reader()
             self.joined = joined_scores.join_scores(gm.graph, self.reader)
             self.summed = summed_pieces.join_sums(gm.graph, self.reader)
-            self._on_trial.pieces += self.summed
+            self._on_trial.pieces += [*self.summed, *separated_weights.separate(gm.graph, self.reader)]
             self.context_parallel = context_parallel_is_active()
         except BaseException:
             self._on_trial.take_back()

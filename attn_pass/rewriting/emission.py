@@ -113,10 +113,18 @@ def _apply(
     gone = {site.node, *internal}
     for old, logarithm in logarithms:
         context.put_in_place(plan.put_beside(logarithm, old, gone), old, site.region)
-    node = plan.apply(value, [n for n in internal if not n._erased])
+    node = plan.apply(value, _doomed(site, internal))
     operators = frozenset(operator_name(n.target) for n in plan.inserted if n.op == "call_function")
     context.run.emissions.append(Emission(selection.target.name, operators, stack_trace))
     context.put_in_place(node, site.node, site.region)
+
+
+def _doomed(site: Site, internal: Sequence[Node]) -> list[Node]:
+    """The inner nodes that go with a site: what partners have inside as well goes with the last of them."""
+    others = [partner for partner in site.partners if partner is not site]
+    needed = {n for partner in others if not partner.node._erased for n in partner.internal}
+    inner = dict.fromkeys((*internal, *(n for partner in others if partner.node._erased for n in partner.internal)))
+    return [n for n in inner if not n._erased and n not in needed]
 
 
 def _give_stand_ins(

@@ -36,7 +36,11 @@ LEARNED_BIAS = (
     "its numbers are far above those that mask"
 )
 CLAMP = "a clamp of the scores to a number that masks serves masked keys: no row of other keys is -inf throughout"
-NAN_GUARD = "a guard against NaN weights serves fully masked rows: other NaN among the scores stay NaN"
+WEAK_FILL = (
+    "every row has scores far above the number that masked ones are filled with: their weights, which are set to zero "
+    "afterwards, take no share of its sum"
+)
+NAN_GUARD = "a guard against NaN serves fully masked rows: other scores that are NaN or infinite make NaN of their rows"
 
 
 def _is_zero(size: Index) -> bool:

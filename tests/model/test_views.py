@@ -151,6 +151,17 @@ def test_heads_folded_into_the_batch() -> None:
     agree((2, 6, 5, 4), (bi, gi * 3 + hi, ii, di), ((b,), (h,), (g, i), (d,)))
 
 
+def test_every_other_element_of_a_dimension() -> None:
+    """Heads in pairs: the dimension is seen as pairs, and one place of each is taken."""
+    length = Poly.of(Symbol("s0", 2))
+    (b, bi), (h, hi), (i, ii), (d, di) = axis("b", 2), axis("h", 3), axis("i", length), axis("d", 4)
+    steps = agree((2, 6, length, 4), (bi, hi * 2 + 1, ii, di), ((b,), (h,), (i,), (d,)), {"s0": 5})
+    assert steps == (Reshape((2, 3, 2, length, 4)), Slice(2, 1, 1), Reshape((2, 3, length, 4)))
+    agree((2, 12, 5), (bi, hi * 4 + 2, 3), ((b,), (h,)))
+    agree((6, 24), (hi * 2, di * 6 + bi * 3 + 2), ((b, h), (d,)))
+    agree((2, 7 * 6, 4), (bi, hi * 6 + 20, di), ((b,), (d,), (h,)))
+
+
 def test_what_the_source_does_not_have_is_broadcast() -> None:
     """Alone an axis becomes size 1; in a group with axes the source has it is expanded."""
     (b, _), (h, hi), (i, ii), (j, ji) = axis("b", 2), axis("h", 3), axis("i", 5), axis("j", 7)
@@ -171,7 +182,7 @@ def test_an_axis_of_one_element_is_found_nowhere() -> None:
 @pytest.mark.parametrize(
     "index, why",
     [
-        (lambda i, j: (i * 2, j), "steps over"),  # x[::2]
+        (lambda i, j: (i * 2 + 1, j), "steps over"),  # x[1::2] of an odd size
         (lambda i, j: (4 - i, j), "steps over"),  # flipped
         (lambda i, j: (i + j, 0), "steps over"),  # sliding windows
         (lambda i, j: (i, i), "twice"),  # a diagonal
@@ -184,7 +195,7 @@ def test_no_view(index: object, why: str) -> None:
     """What steps, flips, overlaps, divides or repeats an axis is no chain of slices, reshapes, permutes and expands."""
     (i, ii), (j, ji) = axis("i", 5), axis("j", 5)
     with pytest.raises(NoView, match=why):
-        view_steps((30, 30), index(ii, ji), ((i,), (j,)))  # type: ignore[operator]
+        view_steps((31, 31), index(ii, ji), ((i,), (j,)))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

@@ -173,3 +173,15 @@ def test_dropout_of_unused_weights_still_draws_random_numbers() -> None:
     wanted = Model()(*inputs)
     torch.manual_seed(3)
     torch.testing.assert_close(program.module()(*inputs), wanted)
+
+
+@pytest.mark.parametrize("numerics, rewritten", [("default", 1), ("strict", 0)])
+def test_a_weak_fill_whose_weights_are_set_to_zero_is_an_assumption(numerics: str, rewritten: int) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return torch.softmax((q @ k.mT).masked_fill(m, -10000.0), -1).masked_fill(m, 0.0) @ v
+
+    mask = torch.zeros(1, 1, 4, 6, dtype=torch.bool)
+    mask[..., 1, :] = mask[..., 2, 3] = True
+    report = same(run, *qkv(1, 2, 4, 6), mask, rewritten=rewritten, choose="fused", numerics=numerics)
+    told = report.sites[0].assumptions if rewritten else (report.sites[0].reason,)
+    assert any("far above the number that masked ones are filled with" in text for text in told)

@@ -145,7 +145,7 @@ SOFTMAXES = {
     ),
     "nan_to_num": Pair(
         lambda q, k, v, m: torch.nan_to_num(softmax(masked(q @ k.mT, m))) @ v,
-        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m))) @ v,
+        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m), nan=1.0)) @ v,
         MASKED,
         left="nan_to_num is not a known operation of attention",
     ),
@@ -154,6 +154,18 @@ SOFTMAXES = {
         lambda q, k, v, m: torch.nan_to_num(softmax(masked(q @ k.mT, m)), nan=0.5) @ v,
         MASKED,
         left="nan_to_num is not a known operation of attention",
+    ),
+    "nan_to_num of the scores": Pair(
+        lambda q, k, v, m: softmax(masked(torch.nan_to_num(q @ k.mT, 0.0), m)) @ v,
+        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m, float("inf")), posinf=3.0)) @ v,
+        MASKED,
+        left="nan_to_num is not a known operation of attention",
+    ),
+    "nan_to_num of masked scores": Pair(
+        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m))) @ v,
+        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m), neginf=-7.0)) @ v,
+        MASKED,
+        left="a guard against NaN",
     ),
     "where isnan": Pair(
         lambda q, k, v, m: (lambda w: zeroed(w, torch.isnan(w)))(softmax(masked(q @ k.mT, m))) @ v,
@@ -164,6 +176,19 @@ SOFTMAXES = {
     "fully masked rows by the mask": Pair(
         lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m)), ~m.any(-1, keepdim=True)) @ v,
         lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m, LOWEST)), ~m.all(-2, keepdim=True)) @ v,
+        MASKED,
+        left=OTHER_MASK,
+    ),
+    "a weak fill that is set to zero": Pair(
+        lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m, -1e4)), ~m) @ v,
+        lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m, -9.0)), ~m) @ v,
+        MASKED,
+        reported={"mask": "dense"},
+        left=OTHER_MASK,
+    ),
+    "a weak fill beside another": Pair(
+        lambda q, k, v, m: zeroed(softmax(masked(masked(q @ k.mT, triangle(), -INF), m, -1e4)), ~m) @ v,
+        lambda q, k, v, m: zeroed(softmax(masked(masked(q @ k.mT, triangle(), -1e4), m, -2e4)), ~m) @ v,
         MASKED,
         left=OTHER_MASK,
     ),

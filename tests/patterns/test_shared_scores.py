@@ -45,12 +45,20 @@ def three(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return weights @ v + weights @ w + s.mT.softmax(-1) @ v
 
 
+def mask_added_in_place(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    s = q @ k.mT
+    s += KEEP
+    weights = s.softmax(-1)
+    return weights[:, :1] @ v[:, :1], weights[:, 1:] @ w[:, 1:]
+
+
 READ: dict[str, tuple[Program, int]] = {
     "both directions": (both_ways, 2),
     "both dimensions": (both_dims, 2),
     "masked apart": (masked_apart, 2),
     "one softmax, two values": (two_values, 2),
     "three": (three, 3),
+    "mask added in place": (mask_added_in_place, 2),
 }
 
 
