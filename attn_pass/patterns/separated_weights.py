@@ -83,9 +83,9 @@ def with_others_of_sums(reader: Reader, sites: Sequence[Site]) -> list[Site]:
             for site in group.values():
                 site.partners, site.alone = tuple(group.values()), _ALONE
             continue
-        for n in numbers:
-            if not sites[n].refusal:
-                sites[n] = replace(sites[n], refusal=_ALONE, partners=(), unshared=None)
+        for n, site in enumerate(sites):
+            if id(site) in group:
+                sites[n] = replace(site, refusal=site.refusal or _ALONE, partners=(), unshared=None)
     return sites
 
 

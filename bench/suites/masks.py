@@ -119,6 +119,15 @@ def differential(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Ten
     return full(q, k, v) - 0.3 * full(q2, k2, v)
 
 
+def differential_weights(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
+    """As its authors write it: the difference is one of the weights, and the mask causal."""
+    visible = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    first, second = (
+        torch.softmax(_scores(*each).masked_fill(~visible, float("-inf")), -1) for each in ((q, k), (q2, k2))
+    )
+    return (first - 0.3 * second) @ v
+
+
 def pair_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
     """Evoformer's row attention: rank 5, a bias over pairs of residues, a gate."""
     return torch.sigmoid(gate) * (torch.softmax(_scores(q, k) + bias[:, None], -1) @ v)
@@ -206,8 +215,9 @@ def _heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _two_calls(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v) - 0.3 * F.scaled_dot_product_attention(q2, k2, v)
+def _two_calls(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor, is_causal: bool = False) -> Tensor:
+    first, second = (F.scaled_dot_product_attention(*each, v, is_causal=is_causal) for each in ((q, k), (q2, k2)))
+    return first - 0.3 * second
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
@@ -274,6 +284,14 @@ VARIANTS: Sequence[Variant] = (
         lambda n: (*_qkv(n, n), *_qkv(n, n)[:2]),
         _any_length(_two_calls),
         "two calls",
+    ),
+    Variant(
+        "differential attention by its weights, causal",
+        differential_weights,
+        lambda n: (*_qkv(n, n), *_qkv(n, n)[:2]),
+        _any_length(partial(_two_calls, is_causal=True)),
+        "two calls, is_causal",
+        HALF,
     ),
     Variant("Evoformer, rank 5", pair_biased, _pairs, _any_length(_folded), "call, folded"),
 )

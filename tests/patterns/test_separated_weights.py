@@ -77,6 +77,12 @@ def _returned(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, 
     return w @ v, w
 
 
+def _one_returned(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    """Beside weights that stay, a product with the others would be one more."""
+    first = (q @ k.mT).softmax(-1)
+    return (first - factor * (k @ q.mT).softmax(-1)) @ v, first
+
+
 def _multiplied(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(-1) * (k @ q.mT).softmax(-1)) @ v
 
@@ -110,6 +116,7 @@ def _dropped(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
 LEFT: dict[str, Program] = {
     "factor of keys": _factor_of_keys,
     "returned": _returned,
+    "one returned": _one_returned,
     "multiplied": _multiplied,
     "bias of weights": _bias_of_weights,
     "clamped": _clamped,
@@ -132,6 +139,10 @@ def test_products_are_rounded_before_they_are_added_up(dtype: torch.dtype) -> No
     same(
         _every_other_head, *qkv(2, 4, 67, 67, dtype=dtype), torch.tensor(0.8, dtype=dtype), rewritten=2, choose="fused"
     )
+
+
+def test_verified() -> None:
+    same(_every_other_head, *qkv(2, 4), torch.tensor(0.3), rewritten=2, choose="fused", verify="graph")
 
 
 def test_sizes_may_change() -> None:
