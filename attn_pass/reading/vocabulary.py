@@ -104,6 +104,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("tensordot", "input, other, dims_self, dims_other", "aten.tensordot.default"),
     ("inner", "input, other", "torch.inner .inner aten.inner.default"),
     ("vecdot", "input, other, dim=-1", "torch.linalg.vecdot aten.linalg_vecdot.default"),
+    ("cosine_similarity", "x1, x2, dim=1, eps=1e-08", "torch.cosine_similarity aten.cosine_similarity.default"),
     ("multi_dot", "*tensors", "torch.linalg.multi_dot torch.chain_matmul aten.linalg_multi_dot.default "
      "aten.chain_matmul.default"),
     ("linear", "input, other, bias=None", "torch.nn.functional.linear torch._C._nn.linear aten.linear.default"),
