@@ -81,11 +81,16 @@ def is_softmax(reader: Reader, node: Node) -> bool:
 def _plain(reader: Reader, node: Node, call: Call) -> Softmax | None:
     value = tensor_value(node)
     assert value is not None
-    dims = tensor_dims(call, "dim", value.dim()) if call.get("dim") is not None else None
+    dims = tensor_dims(call, "dim", value.dim()) if call.get("dim") is not None else (_implicit_dim(value.dim()),)
     if dims is None or len(dims) != 1 or not isinstance(call["input"], Node):
         return None
     safe = node.target is torch.ops.aten._safe_softmax.default
     return Softmax(call["input"], dims[0], (node,), not safe, -1.0 if call.op == "softmin" else 1.0)
+
+
+def _implicit_dim(rank: int) -> int:
+    """The dimension of ``F.softmax(x)`` without one, deprecated since torch 0.3 (``_get_softmax_dim``)."""
+    return 0 if rank in (0, 1, 3) else 1
 
 
 def _exp_of_log_softmax(reader: Reader, node: Node, call: Call) -> Softmax | None:

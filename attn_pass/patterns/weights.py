@@ -23,13 +23,13 @@ from attn_pass.model.expression import (
     apply,
     contains_dot,
     expression_axes,
-    is_boolean,
     loads,
     transform,
     walk,
     with_loads,
 )
 from attn_pass.model.index import Axis
+from attn_pass.model.piecewise import pieces
 from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
@@ -149,13 +149,17 @@ def _factor(
         if factor != Const(1.0):
             weights.factors = (Factor(factor, expression.op == "div"), *weights.factors)
         return inner
-    mask = deep(reader, use_def, factor)
-    if expression.op == "mul":
-        truth = mask.args[0] if isinstance(mask, Apply) and mask.op == "cast" else mask
-        if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
-            weights.zero(apply("not", truth))
-            return inner
+    ones = _where_it_is_one(_lifted(reader, use_def, factor))
+    if expression.op == "mul" and ones is not None:
+        weights.zero(_without_bool_casts(reader, apply("not", ones)))
+        return inner
     return None
+
+
+def _where_it_is_one(factor: Expr) -> Expr | None:
+    """Where a factor is 1, of one that is 0 elsewhere: a truth value, a cast of one, and ``1 - mask``; else None."""
+    values = {float(value.value): condition for condition, value in pieces(factor) or ()}
+    return values[1.0] if set(values) == {0.0, 1.0} else None
 
 
 def _holds_dot(expression: Expr) -> bool:
@@ -166,12 +170,17 @@ def _holds_dot(expression: Expr) -> bool:
 
 def deep(reader: Reader, use_def: UseDefWalk, expression: Expr) -> Expr:
     """The expression with the loads of a walk lifted as far down as they can be."""
+    return _without_bool_casts(reader, _lifted(reader, use_def, expression))
+
+
+def _lifted(reader: Reader, use_def: UseDefWalk, expression: Expr) -> Expr:
+    """The same, with what is loaded of a boolean tensor cast to a truth value."""
     values: dict[Load, Expr] = {}
     for load in loads(expression):
         side = use_def.loads.get(load)
         if side is not None:
             values[load] = reader.element(side.node, load.index, side.at)
-    return _without_bool_casts(reader, with_loads(expression, values))
+    return with_loads(expression, values)
 
 
 def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
@@ -195,6 +204,7 @@ def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, d
     masked rows, and a fill of -inf says what those become. A number beside another mask is no such fill: where the two
     mask all keys of a row, the weights that stay are shares of more keys than those.
     """
+    zeroed = _without_bool_casts(reader, zeroed)  # twice negated, a truth value is converted to one
     wanted, masks, inner = set(conjuncts(zeroed, negated=True)), list[Expr](), score
     any_finite = is_weak = False
     while (outermost := _outermost_mask(inner)) is not None:

@@ -1,4 +1,4 @@
-"""Sums of products: matmul, bmm, baddbmm, einsum, tensordot, inner and linear in one form: letters over operands."""
+"""Sums of products: matmul, mv, baddbmm, einsum, inner, vecdot and others in one form: letters over operands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.fx import Node
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.reading.views import Position
-from attn_pass.reading.vocabulary import Call
+from attn_pass.reading.vocabulary import Call, one_or_many
 
-PRODUCTS = frozenset({"matmul", "baddbmm", "einsum", "tensordot", "inner"})
+PRODUCTS = frozenset({"matmul", "baddbmm", "einsum", "tensordot", "inner", "vecdot", "multi_dot"})
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,15 @@ def product_of(node: Node, call: Call, sizes: Sizes) -> Product | None:
     addend, alpha, beta = None, 1, 1
     if call.op == "einsum":
         return _einsum(node, call, sizes)
+    if call.op == "vecdot":
+        return _vecdot(node, call, sizes)
     if call.op == "matmul":
         left, right = call["input"], call["other"]
+    elif call.op == "multi_dot":
+        tensors = one_or_many(call["tensors"])
+        if len(tensors) != 2:
+            return None
+        left, right = tensors
     elif call.op == "baddbmm":
         left, right, addend = call["batch1"], call["batch2"], call["input"]
         alpha, beta = call["alpha"], call["beta"]
@@ -145,6 +152,21 @@ def _inner(node: Node, call: Call, sizes: Sizes) -> Product | None:
     return _make(node, left, right, (rows + "z", columns + "z", rows + columns), sizes)
 
 
+def _vecdot(node: Node, call: Call, sizes: Sizes) -> Product | None:
+    """``vecdot(a, b, dim)``, which conjugates complex numbers; ``dim`` is of both, broadcast against each other."""
+    left, right = call["input"], call["other"]
+    a, b = tensor_value(left), tensor_value(right)
+    if a is None or b is None or a.is_complex() or b.is_complex():
+        return None
+    rank = max(a.dim(), b.dim())
+    if type(call["dim"]) is not int or not -rank <= call["dim"] < rank <= len(string.ascii_lowercase):
+        return None
+    letters = string.ascii_lowercase[:rank]
+    summed = letters[call["dim"]]
+    names = (letters[rank - a.dim() :], letters[rank - b.dim() :], letters.replace(summed, ""))
+    return _make(node, left, right, names, sizes)
+
+
 def _tensordot(node: Node, call: Call, sizes: Sizes) -> Product | None:
     left, right = call["input"], call["other"]
     dims = call.get("dims", (call.get("dims_self"), call.get("dims_other")))
@@ -166,10 +188,11 @@ def _tensordot(node: Node, call: Call, sizes: Sizes) -> Product | None:
 
 
 def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
-    operands = call.get("operands", ())
+    equation, operands = call["equation"], call.get("operands", ())
+    if isinstance(equation, Node):
+        equation, operands = _with_equation((equation, *operands))
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    equation = call["equation"]
     if not isinstance(equation, str) or len(operands) not in (2, 3):
         return None
     inputs, arrow, out = equation.replace(" ", "").partition("->")
@@ -199,3 +222,26 @@ def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
         operands = [o for n, o in enumerate(operands) if n != number]
         letters = [o for n, o in enumerate(letters) if n != number]
     return _make(node, operands[0], operands[1], (letters[0], letters[1], out), sizes, factors=factors)
+
+
+def _with_equation(given: tuple[object, ...]) -> tuple[str | None, tuple[object, ...]]:
+    """The equation and operands of ``einsum(a, [0, 1], b, [2, 1], [0, 2])``; no equation where it is not one."""
+    last = given[-1:] if len(given) % 2 else ()
+    lists = [_subscripts(each) for each in (*given[1::2], *last)]
+    names = [each for each in lists if each is not None]
+    if len(names) != len(lists):
+        return None, ()
+    inputs = names[: len(given) // 2]
+    return ",".join(inputs) + "".join(f"->{each}" for each in names[len(inputs) :]), given[: len(given) - len(last) : 2]
+
+
+def _subscripts(numbers: object) -> str | None:
+    """A list of subscripts as torch spells it; None for anything else."""
+    if not isinstance(numbers, (list, tuple)):
+        return None
+    if any(n is not Ellipsis and (type(n) is not int or not 0 <= n < len(_SUBSCRIPTS)) for n in numbers):
+        return None
+    return "".join("..." if n is Ellipsis else _SUBSCRIPTS[n] for n in numbers)
+
+
+_SUBSCRIPTS = string.ascii_uppercase + string.ascii_lowercase

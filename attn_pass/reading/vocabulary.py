@@ -86,17 +86,27 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ),
     ("repeat", "input, *repeats", ".repeat .tile torch.tile aten.repeat.default aten.tile.default"),
     # products
-    ("matmul", "input, other", "torch.matmul torch.bmm torch.mm op.matmul .matmul .bmm .mm .__matmul__ "
-     "aten.matmul.default aten.bmm.default aten.mm.default"),
+    (
+        "matmul",
+        "input, other",
+        "torch.matmul torch.bmm torch.mm torch.mv torch.dot torch.linalg.matmul op.matmul .matmul .bmm .mm .mv .dot "
+        ".__matmul__ aten.matmul.default aten.bmm.default aten.mm.default aten.mv.default aten.dot.default "
+        "aten.linalg_matmul.default",
+    ),
     (
         "baddbmm",
         "input, batch1, batch2, beta=1, alpha=1",
-        "torch.baddbmm .baddbmm torch.addmm .addmm aten.baddbmm.default aten.addmm.default",
+        "torch.baddbmm .baddbmm torch.addmm .addmm torch.addmv .addmv aten.baddbmm.default aten.addmm.default "
+        "aten.addmv.default",
     ),
     ("einsum", "equation, *operands", "torch.einsum torch.functional.einsum aten.einsum.default"),
     ("tensordot", "input, other, dims=2", "torch.tensordot torch.functional.tensordot"),
     ("tensordot", "input, other, dims_self, dims_other", "aten.tensordot.default"),
     ("inner", "input, other", "torch.inner .inner aten.inner.default"),
+    ("vecdot", "input, other, dim=-1", "torch.linalg.vecdot aten.linalg_vecdot.default"),
+    ("cosine_similarity", "x1, x2, dim=1, eps=1e-08", "torch.cosine_similarity aten.cosine_similarity.default"),
+    ("multi_dot", "*tensors", "torch.linalg.multi_dot torch.chain_matmul aten.linalg_multi_dot.default "
+     "aten.chain_matmul.default"),
     ("linear", "input, other, bias=None", "torch.nn.functional.linear torch._C._nn.linear aten.linear.default"),
     # softmax and what stands between it and its product
     (

@@ -24,7 +24,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import Body, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, tensor_value
 from attn_pass.model.index import Index, product
-from attn_pass.patterns import by_slices, composite, flex_calls, joined_scores, separated_weights, summed_pieces
+from attn_pass.patterns import by_slices, composite, cosine, flex_calls, joined_scores, separated_weights, summed_pieces
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.softmax_forms import is_softmax
 from attn_pass.reading.parts import Described
@@ -58,6 +58,7 @@ class _OnTrial:
                 self.pieces += allowed.put_in_pieces(*of_graph)
                 self.pieces += by_slices.put_together(*of_graph)
                 self.pieces += vmapped.without_vmap(*of_graph)
+                self.pieces += cosine.take_apart(*of_graph, knows_gradients=run.program == "compile")
                 self.opaque = composite.take_apart(*of_graph, _encoder_kernel_calls_sdpa)
                 self.opaque += flex_calls.take_apart(*of_graph)
         except Exception as error:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from attn_pass.patterns.softmax_forms import FORMS, read_softmax
 
+pytestmark = pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 Weights = Callable[..., Tensor]
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 KEEP[..., 0] = True
@@ -100,6 +101,14 @@ READ: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "normalize, p a float": (lambda s: F.normalize(shifted(s), p=1.0, dim=3), ()),
     "a norm by powers": (lambda s: (lambda e: e / (e.abs() ** 1.0).sum(-1, keepdim=True) ** 1.0)(shifted(s)), ()),
     "softmin": (lambda s: F.softmin(s, dim=-1), ()),
+    "no dimension named, of two": (lambda s: F.softmax(s.flatten(0, 2)).view_as(s), ()),
+    "no dimension named, of three": (
+        lambda s: F.softmax(s.flatten(0, 1).permute(2, 0, 1)).permute(1, 2, 0).reshape(s.shape),
+        (),
+    ),
+    "no dimension named, of four": (lambda s: torch.nn.Softmax()(s.transpose(1, 3)).transpose(1, 3), ()),
+    "no dimension named, of its logarithm": (lambda s: F.log_softmax(s.flatten(0, 2)).exp().view_as(s), ()),
+    "no dimension named, softmin": (lambda s: F.softmin(s.flatten(0, 2)).view_as(s), ()),
     "an epsilon that vanishes": (lambda s: (lambda e: e / (e.sum(-1, keepdim=True) + 1e-8))(shifted(s)), ()),
     "a sum that is clamped": (lambda s: (lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-6))(shifted(s)), ()),
     "the maximum stopped": (
@@ -146,6 +155,8 @@ LEFT: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "the logsumexp, turned": (lambda s: torch.exp(s - s.logsumexp(-1).unsqueeze(-2)), ()),
     "the logsumexp twice": (lambda s: torch.exp(torch.sub(s, s.logsumexp(-1, keepdim=True), alpha=2)), ()),
     "log_softmax over the queries": (lambda s: s.log_softmax(-2).exp(), ()),
+    "no dimension named, of four: the heads": (lambda s: F.softmax(s), ()),
+    "no dimension named, of three: the batch": (lambda s: F.softmax(s.flatten(0, 1)).view_as(s), ()),
     "powers of two of log_softmax": (lambda s: s.log_softmax(-1).exp2(), ()),
     "the sum of columns": (lambda s: (lambda e: e * (1 / e.sum(-2, keepdim=True)))(shifted(s)), ()),
     "two over the sum": (lambda s: (lambda e: e * (1 / e.sum(-1, keepdim=True).square()))(shifted(s)), ()),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same, same_each
 from torch import Tensor
 
 import attn_pass
@@ -141,6 +141,78 @@ def test_two_masks_that_are_set_to_zero_again(name: str, grad: bool) -> None:
 )
 def test_masks_that_are_not_those_of_the_scores_are_left(program: Callable[..., Tensor]) -> None:
     same(program, *qkv(), ANY_MASK, LEFT_PADDING, rewritten=0)
+
+
+ZEROED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "times not": lambda w, m: w * ~m,
+    "not, times": lambda w, m: ~m * w,
+    "times not, as floats": lambda w, m: w * (~m).float(),
+    "times not, as integers": lambda w, m: w * torch.logical_not(m).long(),
+    "times not, of the shape of the weights": lambda w, m: w * (~m).expand_as(w).type_as(w),
+    "times not, in place": lambda w, m: w.mul_(~m),
+    "times equals zero": lambda w, m: w * (m == 0),
+    "times one less": lambda w, m: w * (1.0 - m.to(w.dtype)),
+    "times one less, of integers": lambda w, m: torch.mul(w, 1 - m.int()),
+    "where": lambda w, m: torch.where(m, 0, w),
+    "where not": lambda w, m: torch.where(~m, w, 0.0),
+    "where, as a method": lambda w, m: w.where(~m, torch.zeros_like(w)),
+    "where equals zero": lambda w, m: torch.where(m == 0, w, 0.0),
+}
+BROADCAST = {
+    "full": randn(2, 2, 8, 8, seed=5) > 0.5,
+    "of all heads": randn(2, 1, 8, 8, seed=6) > 0.5,
+    "a matrix": CAUSAL,
+    "an expanded one": ANY_MASK.expand(2, 2, 8, 8),
+    "a permuted one": (randn(8, 2, 2, 8, seed=7) > 0.5).permute(1, 2, 0, 3),
+    "padding": LEFT_PADDING,
+    "keys alone": torch.arange(8) < 3,
+}
+
+
+def zeroed_again(fill: float, name: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return ZEROED[name]((q @ k.mT * 0.25).masked_fill(mask, fill).softmax(-1), mask) @ v
+
+    return run
+
+
+@pytest.mark.parametrize("name", list(ZEROED))
+def test_the_mask_negated_is_a_factor_of_the_weights(name: str) -> None:
+    """Whatever the fill and the mask's shape: it sets to zero what is zero already, but in rows without a key."""
+    fills = (NEG_INF, LOWEST, -1e9)
+    cases = {
+        f"{fill} {mask}": (zeroed_again(fill, name), (*qkv(), BROADCAST[mask])) for fill in fills for mask in BROADCAST
+    }
+    same_each(cases, rewritten=1)
+
+
+@pytest.mark.parametrize("name", ["times not", "times one less", "where not"])
+def test_the_mask_negated_is_a_factor_of_the_weights_in_training(name: str) -> None:
+    for mask in ("a matrix", "padding"):
+        for fill in (LOWEST, -1e9):
+            same(zeroed_again(fill, name), *qkv(grad=True), BROADCAST[mask], grad=True, rewritten=1)
+
+
+OTHERWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "the mask itself": lambda w, m: w * m,
+    "the mask of other keys": lambda w, m: w * ~m.flip(-1),
+    "the mask of other rows": lambda w, m: w * ~m.roll(1, -2),
+    "the mask transposed": lambda w, m: w * ~m.mT,
+    "a factor of two": lambda w, m: w * (2 - 2 * m.float()),
+    "a sign": lambda w, m: w * (1 - 2 * m.float()),
+    "one more": lambda w, m: w * (1 + m.float()),
+    "a divisor": lambda w, m: w / (1 + m.float()),
+    "part of it": lambda w, m: w * ~(m & m.roll(1, -1)),
+    "one instead of zero": lambda w, m: torch.where(~m, w, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERWISE))
+def test_another_factor_is_left(name: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return OTHERWISE[name]((q @ k.mT * 0.25).masked_fill(mask, NEG_INF).softmax(-1), mask) @ v
+
+    same(run, *qkv(), ANY_MASK, rewritten=0)
 
 
 def test_a_mask_that_is_written_between_is_left() -> None:

@@ -1,4 +1,4 @@
-"""Products of every spelling: sums over several indices, einsum of three operands, sums, tensordot, inner, linear."""
+"""Products of every spelling: sums over several indices, einsum of three operands, sums, vectors, inner, linear."""
 
 from __future__ import annotations
 
@@ -128,9 +128,64 @@ def multiply(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.aten.multiply.Tensor(q @ k.mT, 0.25).softmax(-1) @ v
 
 
+def vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query, of which nothing is a batch."""
+    return torch.mv(v.t(), torch.softmax(torch.mv(k, q) * 0.25, 0))
+
+
+def vectors_as_methods(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return v.t().mv(k.mv(q).softmax(-1))
+
+
+def vectors_added(q: Tensor, k: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    return torch.addmv(torch.zeros_like(v[0]), v.t(), torch.addmv(b, k, q, alpha=0.25, beta=2.0).softmax(0))
+
+
+def one_number(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query, and a value of one number."""
+    return torch.dot(torch.mv(k, q).softmax(0), v)
+
+
+def a_dot_for_each_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([torch.dot(q, key) for key in k]).softmax(0) @ v
+
+
+def vecdot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.linalg.vecdot(q.unsqueeze(-2), k.unsqueeze(-3)) / 4
+    return scores.softmax(-1) @ v
+
+
+def vecdot_of_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.linalg.vecdot(q[..., None], k.mT[..., None, :, :], dim=-2).softmax(-1)
+    return torch.linalg.vecdot(weights[..., None], v[..., None, :, :], dim=-2)
+
+
+def vecdot_of_fewer_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A query that all batches share."""
+    return torch.linalg.vecdot(k, q).softmax(-1).unsqueeze(-2) @ v
+
+
+def linalg(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.linalg.multi_dot([torch.linalg.matmul(q, k.t()).softmax(-1), v])
+
+
+def chain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.chain_matmul(torch.chain_matmul(q, k.t()).softmax(-1), v)
+
+
+def lists_of_subscripts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = einsum(q, [0, 1, 2], k, [0, 3, 2], [0, 1, 3]).softmax(-1)
+    return einsum(weights, [0, 1, 3], v, [0, 3, 30], [0, 1, 30])
+
+
+def lists_with_an_ellipsis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return einsum(einsum(q, [..., 1, 2], k, [..., 3, 2]).softmax(-1), [..., 1, 3], v, [..., 3, 2], [..., 1, 2])
+
+
 BATCHED = ((2, 8, 16), (2, 9, 16), (2, 9, 16))
 SINGLE = ((8, 16), (9, 16), (9, 16))
 ONE_ROW = ((3, 16), (3, 9, 16), (3, 9, 16))
+VECTORS = ((16,), (9, 16), (9, 16))
 ROWS = ((3, 8, 2, 4, 16), (3, 9, 2, 4, 16), (3, 9, 2, 4, 16))
 READ = {
     msa_rows: ROWS,
@@ -155,6 +210,18 @@ READ = {
     added_zeros: BATCHED,
     nothing_added: BATCHED,
     multiply: BATCHED,
+    vectors: VECTORS,
+    vectors_as_methods: VECTORS,
+    vectors_added: (*VECTORS, (9,)),
+    one_number: ((16,), (9, 16), (9,)),
+    a_dot_for_each_key: VECTORS,
+    vecdot: PLAIN,
+    vecdot_of_values: PLAIN,
+    vecdot_of_fewer_dimensions: ((16,), (2, 9, 16), (2, 9, 16)),
+    linalg: SINGLE,
+    chain: SINGLE,
+    lists_of_subscripts: BATCHED,
+    lists_with_an_ellipsis: PLAIN,
 }
 
 
@@ -170,7 +237,8 @@ def test_it_is_read(program: Program, dtype: torch.dtype) -> None:
 
 IN_TRAINING = [
     msa_rows, se3, retro_neighbours, multiplied_and_summed, tensordot, added_zeros, kept, kept_at_the_end, pooled,
-    expanded_query, repeated_query_behind, expanded_and_scaled,
+    expanded_query, repeated_query_behind, expanded_and_scaled, vectors, vectors_added, vecdot_of_values,
+    lists_of_subscripts,
 ]  # fmt: skip
 
 
@@ -179,7 +247,7 @@ def test_it_is_read_in_training(program: Program) -> None:
     same(program, *inputs(READ[program], grad=True), rewritten=1, grad=True)
 
 
-@pytest.mark.parametrize("program", [se3, multiplied_and_summed, inner, kept, expanded_query])
+@pytest.mark.parametrize("program", [se3, multiplied_and_summed, inner, kept, expanded_query, vectors, vecdot])
 def test_it_is_read_at_lengths_known_at_run_time(program: Program) -> None:
     same(program, *inputs(READ[program]), rewritten=1, dynamic=True)
 
@@ -264,6 +332,39 @@ def something_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.baddbmm(q, torch.bmm(q, k.mT).softmax(-1), v)
 
 
+def weights_of_other_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The softmax is over the rows, and the product sums over the keys."""
+    return torch.mv((q @ k.t()).softmax(0), v)
+
+
+def a_vector_added_to_the_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.addmv(v[0], v.t(), torch.mv(k, q).softmax(0))
+
+
+def vecdot_over_another_dimension(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.linalg.vecdot(q, k, dim=-2).softmax(-1).unsqueeze(-2) * v
+
+
+def vecdot_of_one_element(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A query of one number is broadcast, and multiplies the sum of a key."""
+    return torch.linalg.vecdot(q[..., :1].unsqueeze(-2), k.unsqueeze(-3)).softmax(-1) @ v
+
+
+def vecdot_of_complex_numbers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The real part of a product with the conjugate."""
+    one, other = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (q, k))
+    return torch.linalg.vecdot(one.unsqueeze(-2), other.unsqueeze(-3)).real.softmax(-1) @ v
+
+
+def three_matrices(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A bilinear form: which of its products is taken first is chosen by their sizes."""
+    return torch.linalg.multi_dot([q, k.t(), v]).softmax(-1) @ v.t()
+
+
+def lists_that_sum_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return einsum(einsum(q, [0, 1, 2], k, [0, 3, 2], [1, 3]).softmax(-1), [1, 3], v, [0, 3, 2], [1, 2])
+
+
 def a_product_used_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     products = torch.bmm(q, k.mT).softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)
     return products.sum(-2) + products.amax(-2)
@@ -283,6 +384,13 @@ NEIGHBOURS = {
     its_own_key: ONE_ROW,
     written_before_it_is_summed: PLAIN,
     something_added: BATCHED,
+    weights_of_other_rows: ((8, 16), (9, 16), (9,)),
+    a_vector_added_to_the_values: VECTORS,
+    vecdot_over_another_dimension: ((2, 9, 16), (2, 9, 16), (2, 9, 16)),
+    vecdot_of_one_element: PLAIN,
+    vecdot_of_complex_numbers: PLAIN,
+    three_matrices: ((8, 16), (9, 16), (9, 16)),
+    lists_that_sum_the_batch: BATCHED,
 }
 
 
