@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import gcd
 
+from attn_pass.model.alternatives import simplified
 from attn_pass.model.expression import (
     TRUE,
     Apply,
@@ -65,6 +66,9 @@ def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:
             options.append(_together(alternatives))
         if any(isinstance(p, Either) for o in options for p in o):
             options = [x for o in options for x in (o[0].options if len(o) == 1 and isinstance(o[0], Either) else (o,))]
+        options = [_together(list(o)) for o in simplified(options, key, row)]
+        if len(options) == 1:
+            return list(options[0])
         return [Either(tuple(sorted(set(options), key=lambda o: [(ORDER.index(type(p)), str(p)) for p in o])))]
     if len(condition.args) != 2:
         return None

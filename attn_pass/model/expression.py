@@ -151,12 +151,12 @@ def _fold_where(condition: Expr, yes: Expr, no: Expr) -> Expr | None:
             # where(c, false, d) -> not c and d
             return apply("and", apply("not", when), other)
     known = _pinned(condition)
-    if known and not isinstance(yes, Const) and not any(isinstance(e, Load | Dot) for e in walk(yes)):
+    if known and not isinstance(yes, Const) and not reads_something(yes):
         narrowed = rewrite_indices(yes, known)
         if narrowed != yes:  # where(i == 3, x(i), y) -> where(i == 3, x(3), y)
             return apply("where", condition, narrowed, no)
-    # where(c, x, x) -> x
-    return yes if yes == no and not isinstance(yes, Apply) else None
+    # where(c, x, x) -> x, but not of loads in it: they may be of different times
+    return yes if yes == no and not (isinstance(yes, Apply) and reads_something(yes)) else None
 
 
 def _pinned(condition: Expr) -> dict[Axis, Index]:
@@ -406,6 +406,11 @@ def walk(expression: Expr) -> Iterator[Expr]:
 def contains_dot(expression: Expr) -> bool:
     """Whether the dot product occurs in the expression."""
     return any(isinstance(e, Dot) for e in walk(expression))
+
+
+def reads_something(expression: Expr) -> bool:
+    """Whether the expression depends on more than indices and constants."""
+    return any(isinstance(e, Load | Dot) for e in walk(expression))
 
 
 def loads(expression: Expr) -> tuple[Load, ...]:

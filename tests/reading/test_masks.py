@@ -196,7 +196,11 @@ ALIKE: dict[str, tuple[str, Keep]] = {
         lambda n, m: (columns(m) < rows(n) + 3) & (columns(m) >= rows(n)),
     ),
     "window wider by one": ("sliding window (3, 0)", lambda n, m: lower(n, m) & (columns(m) >= rows(n) - 3)),
-    "or for and": ("causal or sliding window (2, all)", lambda n, m: lower(n, m) | (columns(m) > rows(n) - 3)),
+    "or for and": ("none", lambda n, m: lower(n, m) | (columns(m) > rows(n) - 3)),
+    "or, of what leaves a gap": (
+        "causal with offset -3 or sliding window (1, all)",
+        lambda n, m: lower(n, m, -3) | (columns(m) >= rows(n) - 1),
+    ),
     "every second": ("dense", lambda n, m: columns(m) <= 2 * rows(n)),
     "flipped": ("dense", lambda n, m: torch.arange(m - 1, -1, -1)[None] <= rows(n)),
     "every second key": ("causal and dense", lambda n, m: (columns(m) % 2 == 0) & lower(n, m)),
@@ -469,8 +473,16 @@ BEFORE: dict[str, tuple[str, Keep]] = {  # a cache in front
     "Llama 3": ("causal with offset 4", lambda n, m: torch.hstack([torch.zeros((n, m - n)), hidden(n)])),
     "padded": ("causal with offset 4", lambda n, m: F.pad(hidden(n), (m - n, 0))),
     "padded truth values": (
-        "causal with offset 4 or prefix (4)",
+        "causal with offset 4",
         lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=True), -INF),
+    ),
+    "truth values padded by false": (
+        "causal with offset 4 and keys from 4",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=False), -INF),
+    ),
+    "the other triangle padded by true": (
+        "sliding window (-4, all) or prefix (4)",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n).mT, (m - n, 0), value=True), -INF),
     ),
     "one further": ("causal with offset 5", lambda n, m: F.pad(hidden(n, 2), (m - n, 0))),
     "a hidden cache": ("causal with offset 4 and keys from 4", lambda n, m: F.pad(hidden(n), (m - n, 0), value=-INF)),
