@@ -27,6 +27,7 @@ from attn_pass.reading.pointwise import POINTWISE, pointwise
 from attn_pass.reading.reach import Reach
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position, broadcast_position
+from attn_pass.reading.written_elements import put, written
 
 _LARGEST = 1000  # parts of an element: what chooses between two values of itself is twice as large each time
 
@@ -188,8 +189,11 @@ class Reader(GraphReader):
                 self._used.known.append(name)
                 return form(position)
         defined, call = self.definition(node, at)
-        if call is None or depth >= 60 or tensor_value(node) is None:
+        if depth >= 60 or tensor_value(node) is None:
             return self._leaf(node, position)
+        if call is None:
+            lifted = written(self, node, position, at, depth)
+            return lifted if lifted is not None and self._is_held(lifted) else self._leaf(node, position)
         time = self.order[defined]
         found_value = created(self, defined, call, position, depth)
         if found_value is not None and (self._until is None or self._lasts(found_value, self._until)):
@@ -199,10 +203,14 @@ class Reader(GraphReader):
                 lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
                 return self._leaf(node, position)
-            is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
-            if is_small and (self._until is None or self._lasts(lifted, self._until)):
-                return lifted
-        return self._leaf(node, position)
+        else:
+            lifted = put(self, defined, call, position, depth)
+        return lifted if lifted is not None and self._is_held(lifted) else self._leaf(node, position)
+
+    def _is_held(self, lifted: Expr) -> bool:
+        """Whether an element is kept as an expression: one that is not too long, nor of what does not last."""
+        is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
+        return is_small and (self._until is None or self._lasts(lifted, self._until))
 
     @contextmanager
     def lasting(self, until: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from programs import DIALECTS, check, close
 from torch import Tensor
 from torch.nn import functional as F
 
+import attn_pass
 from attn_pass.model.expression import Apply, Const, Dot, apply
 from attn_pass.model.mask import Mask
 from attn_pass.model.reference import reference
@@ -280,6 +281,12 @@ def written_afterwards(s: Tensor) -> Tensor:
     return m
 
 
+def partly_written(s: Tensor) -> Tensor:
+    m = filled(ones(s).triu(1), ones(s).triu(1) == 1)
+    m[:, ::2] = 0
+    return m
+
+
 BY_ITSELF: dict[str, tuple[str, Matrix]] = {
     "torch until 1.12": ("causal", until_torch_1_12),
     "a triangle": ("causal", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 1)),
@@ -311,7 +318,8 @@ NOT_BY_ITSELF: dict[str, tuple[str, Matrix]] = {
     "no such value": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 2)),
     "the other side": ("sliding window (0, all)", lambda s: filled(ones(s).tril(-1), ones(s).tril(-1) == 1)),
     "changed before it is tested": ("additive, by distance", changed_before_it_is_tested),
-    "written afterwards": ("additive", written_afterwards),
+    "written afterwards": ("causal or keys from 5 to 6", written_afterwards),
+    "every second column written": ("additive", partly_written),
 }
 
 
@@ -403,7 +411,18 @@ def test_a_number_is_compared_as_the_type_holds_it(name: str) -> None:
 
 # ---------------------------------------------------------------- lengths that differ
 
+
+def by_slices(n: int, m: int) -> Tensor:
+    """As nanochat does, with a cache before the queries."""
+    keep, past = torch.zeros((n, m), dtype=torch.bool), m - n
+    if past > 0:
+        keep[:, :past] = True
+    keep[:, past:] = lower(n, n)
+    return keep
+
+
 OFFSET: dict[str, Keep] = {
+    "by slices": by_slices,
     "arange from": lambda n, m: columns(m) <= torch.arange(m - n, m)[:, None],
     "added": lambda n, m: columns(m) <= rows(n) + (m - n),
     "tril": lambda n, m: lower(n, m, m - n),
@@ -423,8 +442,114 @@ def test_aligned_to_the_last_key(n: int, name: str) -> None:
         report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
         assert all(site.mask.startswith(name) for site in report.sites), (dynamic, str(report))
     whole, operands = Together([(fn, 3) for fn, _ in programs.values()]), qkv(q_len=n, kv_len=N)
-    read = check(whole, operands * len(programs), "export", sites=len(programs))
+    read = check(whole, operands * len(programs), "dynamo", sites=len(programs))
     assert {s: m.attention.mask.never_empty for s, m in zip(programs, read)} == dict.fromkeys(programs, True)
+
+
+def written(*parts: Callable[[Tensor, int], object], by: Callable[[int, int], Tensor] = by_slices) -> Keep:
+    """A mask that is written to once more, in front of a cache of that length or in it."""
+
+    def make(n: int, m: int) -> Tensor:
+        keep = by(n, m)
+        for part in parts:
+            part(keep, m - n)
+        return keep
+
+    return make
+
+
+def put(x: Tensor, rows: slice, columns: slice, value: bool | Tensor) -> None:
+    x[rows, columns] = value
+
+
+def none(n: int, m: int) -> Tensor:
+    return torch.zeros((n, m), dtype=torch.bool)
+
+
+ALL = slice(None)
+# Five queries and seven keys before them.
+SLICES: dict[str, tuple[str, Keep]] = {
+    "nanochat": ("causal with offset 7", by_slices),
+    "all hidden in front": (
+        "causal with offset 7 and keys from 7",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5)), by=none),
+    ),
+    "the other triangle": (
+        "sliding window (-7, all) or prefix (7)",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5).mT)),
+    ),
+    "one key is left out": (
+        "causal with offset 7 and (keys from 7 or prefix (6))",
+        written(lambda x, past: put(x, ALL, slice(past - 1, past), False)),
+    ),
+    "a key more, which the first row keeps": (
+        "causal with offset 7",
+        written(lambda x, past: put(x, ALL, slice(past + 1), True)),
+    ),
+    "two keys more": (
+        "causal with offset 7 or prefix (9)",
+        written(lambda x, past: put(x, ALL, slice(past + 2), True)),
+    ),
+    "written over by nothing": ("causal with offset 7", written(lambda x, past: put(x, ALL, slice(3, 3), False))),
+    "keys hidden afterwards": (
+        "keys from 5 or prefix (3)",
+        written(lambda x, past: put(x, ALL, ALL, True), lambda x, past: put(x, ALL, slice(3, 5), False)),
+    ),
+    "a row shown afterwards": ("dense", written(lambda x, past: put(x, slice(2, 3), ALL, True))),
+    "shown afterwards": ("none", written(lambda x, past: put(x, ALL, ALL, True))),
+    "every second key": ("dense", written(lambda x, past: put(x, ALL, slice(0, None, 2), False))),
+    "the cache behind": (
+        "causal or keys from 5",
+        written(
+            lambda x, past: put(x, ALL, slice(5), lower(5, 5)),
+            lambda x, past: put(x, ALL, slice(5, None), True),
+            by=none,
+        ),
+    ),
+    "a triangle that begins later": (
+        "causal with offset 6",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5, -1))),
+    ),
+    "given by an operation out of place": (
+        "causal with offset 7",
+        lambda n, m: torch.slice_scatter(torch.ones(n, m, dtype=torch.bool), lower(n, n), 1, m - n),
+    ),
+    "filled in place": (
+        "prefix (7)",
+        written(lambda x, past: x[:, :past].fill_(True), by=none),
+    ),
+}  # fmt: skip
+
+
+def test_masks_written_by_slices() -> None:
+    """Each is named for what it keeps in the end; what is written over, or by another slice, counts for nothing."""
+
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=make(q.shape[2], k.shape[2]))
+
+    programs = {name: (program(make), qkv(q_len=5, kv_len=12)) for name, (_, make) in SLICES.items()}
+    report = same_each(programs, targets=("sdpa",))
+    assert {n: site.mask for n, site in zip(SLICES, report.sites)} == {n: name for n, (name, _) in SLICES.items()}
+
+
+@pytest.mark.parametrize("lengths", [(5, 12), (7, 13), (2, 3)])
+def test_a_mask_written_by_slices_at_any_length(lengths: tuple[int, int]) -> None:
+    """The program asks whether there is a cache; that there is one holds wherever it runs as compiled."""
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", targets=("sdpa",), choose="fused", on_error="raise")
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = by_slices(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25)
+
+    compiled = torch.compile(program, backend=backend, dynamic=True)
+    with attn_pass.record() as report:
+        for n, m in (lengths, (3, 17), (11, 12), (9, 9), (6, 6), (1, 4), (1, 1)):
+            given = qkv(q_len=n, kv_len=m)
+            torch.testing.assert_close(compiled(*given), program(*(x.double() for x in given)).float())
+    assert {str(site.mask).partition(" offset")[0] for site in report.sites} <= {"causal with", "causal", "none"}, (
+        report
+    )
 
 
 # ---------------------------------------------------------------- matrices in the spellings of well-known programs
@@ -459,7 +584,8 @@ MATRICES: dict[str, tuple[str, Keep]] = {
     "Llama 3, at the start": ("causal", lambda n, m: torch.hstack([torch.zeros((n, 0)), hidden(n)])),
     "rows below": ("causal", lambda n, m: torch.vstack([hidden(n), torch.zeros((0, n))])),
     "keys that are not there yet": ("causal", lambda n, m: F.pad(hidden(n), (0, m - n), value=-INF)),
-    "a part filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(2))),
+    "a part filled again": ("causal", lambda n, m: filled_in_place(n, n, slice(2))),
+    "every second row filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(0, None, 2))),
     "filled with a number that hides nothing": ("additive, by distance", lambda n, m: of_fairseq(n, n, -2.0)),
     "filled late": ("none", lambda n, m: filled_late(n, n)),
     "more than one cache": ("additive", lambda n, m: torch.hstack([torch.ones((n, m - n)), hidden(n)])),
