@@ -20,6 +20,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, apply, loads, walk
+from attn_pass.model.piecewise import where_it_holds
 from attn_pass.reading.constants import form_of
 from attn_pass.reading.creation import created
 from attn_pass.reading.graph_reader import GraphReader
@@ -203,9 +204,20 @@ class Reader(GraphReader):
                 lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
                 return self._leaf(node, position)
+            lifted = self._chosen_once(lifted)
         else:
             lifted = put(self, defined, call, position, depth)
         return lifted if lifted is not None and self._is_held(lifted) else self._leaf(node, position)
+
+    def _chosen_once(self, lifted: Expr) -> Expr:
+        """A choice by what is loaded, without the same choice in its branches where nothing is written between."""
+        if not isinstance(lifted, Apply) or lifted.op != "where":
+            return lifted
+        condition, yes, no = lifted.args
+        if not loads(condition) or not self.never_changes(condition):
+            return lifted
+        yes = where_it_holds(condition, yes, self.never_changes)
+        return apply("where", condition, yes, where_it_holds(apply("not", condition), no, self.never_changes))
 
     def _is_held(self, lifted: Expr) -> bool:
         """Whether an element is kept as an expression: one that is not too long, nor of what does not last."""

@@ -96,7 +96,7 @@ def _chosen(
     if value is None or value.dtype != result.dtype:
         chosen = apply("cast", chosen, dtype=result.dtype)
     rest = reader.element(before, position, times[0], depth + 1)
-    rest = where_it_holds(apply("not", inside), rest, lambda fact: _never_changes(reader, fact))
+    rest = where_it_holds(apply("not", inside), rest, reader.never_changes)
     return apply("where", inside, rewrite_indices(chosen, places), rest)
 
 
@@ -121,8 +121,3 @@ def _place(
 
 def _is_node(value: object) -> bool:
     return isinstance(value, Node)
-
-
-def _never_changes(reader: GraphReader, fact: Expr) -> bool:
-    """Whether an expression has the same value at all times: nothing that it loads is written in the graph."""
-    return not any(reader.effects.mutations(reader.source_nodes[load.source]) for load in loads(fact))

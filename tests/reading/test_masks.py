@@ -287,7 +287,14 @@ def partly_written(s: Tensor) -> Tensor:
     return m
 
 
+def in_place(m: Tensor, value: float = 1, fill: float = -INF) -> Tensor:
+    m[m == value] = fill
+    return m
+
+
 BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "in place": ("causal", lambda s: in_place(ones(s).triu(1))),
+    "in place, twice": ("causal", lambda s: in_place(in_place(ones(s).tril(), 0), 1, 0.0)),
     "torch until 1.12": ("causal", until_torch_1_12),
     "a triangle": ("causal", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 1)),
     "of whole numbers": ("causal", lambda s: filled(ones(s).triu(1), ones(s, torch.int64).triu(1) > 0)),
@@ -315,6 +322,11 @@ NOT_BY_ITSELF: dict[str, tuple[str, Matrix]] = {
         lambda s: filled(ones(s).triu(1).mT, ones(s).triu(1) == 1),
     ),
     "kept ones": ("additive, by distance", partial(until_torch_1_12, late=0.5)),
+    "in place by a number that masks nothing": (
+        "additive, by distance",
+        lambda s: in_place(ones(s).triu(1), fill=-2.0),
+    ),
+    "in place, another value": ("additive, by distance", lambda s: in_place(ones(s).triu(1), 3)),
     "no such value": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 2)),
     "the other side": ("sliding window (0, all)", lambda s: filled(ones(s).tril(-1), ones(s).tril(-1) == 1)),
     "changed before it is tested": ("additive, by distance", changed_before_it_is_tested),
@@ -727,11 +739,24 @@ def padded(mask: Tensor) -> Tensor:
     return mask[:, None, None, :] != 0
 
 
+def written_after_its_test(x: Tensor) -> Tensor:
+    m = x.float().clone()
+    test = m == 1
+    m[..., 3:] = 1
+    m[test] = -INF
+    return m
+
+
 RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
     "padding": ("padding", MASK, lambda s, x: s.masked_fill(~padded(x), lowest())),
     "bool padding": ("padding", MASK.bool(), lambda s, x: torch.where(x[:, None, None], s, -INF)),
     "mask == 0": ("padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, None].expand(-1, 1, N, -1), -1e9)),
     "added padding": ("padding", MASK, lambda s, x: s + (1.0 - x[:, None, None].float()) * lowest()),
+    "padding filled by a test on itself": (
+        "padding",
+        MASK.bool(),
+        lambda s, x: s + filled(filled(x[:, None, None].float(), ~x[:, None, None]), x[:, None, None], 0.0),
+    ),
     "indexed padding": (
         "padding",
         MASK.bool(),
@@ -802,6 +827,28 @@ def test_what_depends_on_values_is_never_assumed() -> None:
             a, where = meaning.attention, (case, dialect)
             assert str(a.mask) == name and not a.mask.structure.is_exact, where
             assert not a.mask.never_empty and not a.is_causal, where
+
+
+# What is added of padding that is given, and what it is proved to be where it is not 0.
+FILLS: dict[str, tuple[tuple[float, ...] | None, Callable[[Tensor], Tensor]]] = {
+    "by a test on itself": ((-INF,), lambda x: in_place(x.float())),
+    "by the padding": ((-INF,), lambda x: x.float().masked_fill(x, -INF)),
+    "by both values": ((-1e9,), lambda x: filled(filled(x.float(), ~x, -1e9), x, 0.0)),
+    "by another value": (None, lambda x: in_place(x.float(), 2)),
+    "by no mask": (None, lambda x: in_place(x.float(), fill=-2.0)),
+    "written to after its test": (None, written_after_its_test),
+    "changed before": (None, lambda x: in_place(x.float().add_(1))),
+    "written to in between": (None, lambda x: x.float().masked_fill(x.logical_or_(columns(N) == 0), -INF)),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_what_a_matrix_of_padding_holds(name: str) -> None:
+    """A test on a value that is given tells its branches apart, as long as nothing writes to it between."""
+    fills, make = FILLS[name]
+    operands = (*OPERANDS, (MASK == 0)[:, None, None])
+    (meaning,) = check(lambda q, k, v, x: attend(scores(q, k) + make(x), v), operands, "dynamo")
+    assert meaning.attention.mask.fills == fills
 
 
 def test_a_buffers_values_are_not_relied_on() -> None:
