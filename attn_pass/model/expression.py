@@ -155,6 +155,8 @@ def _fold_where(condition: Expr, yes: Expr, no: Expr) -> Expr | None:
         narrowed = rewrite_indices(yes, known)
         if narrowed != yes:  # where(i == 3, x(i), y) -> where(i == 3, x(3), y)
             return apply("where", condition, narrowed, no)
+        if not reads_something(no) and rewrite_indices(no, known) == yes:  # where(i == 3, x(3), x(i)) -> x(i)
+            return no
     # where(c, x, x) -> x, but not of loads in it: they may be of different times
     return yes if yes == no and not (isinstance(yes, Apply) and reads_something(yes)) else None
 

@@ -244,9 +244,11 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
 
 
 def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
-    """Element of one of the results of split, chunk or unbind."""
+    """Element of one of the results of split, chunk, unbind or meshgrid."""
     call = understand(parent)
     pieces = fake_value(parent)
+    if call is not None and call.op == "meshgrid":
+        return _of_grid(call, number, position, sizes)
     if call is None or call.op not in ("pieces", "unbind") or not isinstance(number, int):
         return None
     base = call["input"]
@@ -266,3 +268,17 @@ def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple
     for piece in pieces[:number]:
         start = start + sizes.index(piece.shape[dim])
     return base, (*position[:dim], position[dim] + start, *position[dim + 1 :])
+
+
+def _of_grid(call: Call, number: Any, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
+    """Element of one of the grids of meshgrid: the vector of that number, along a dimension of its own."""
+    vectors, indexing = one_or_many(call["tensors"]), call.get("indexing", "ij")
+    if not isinstance(number, int) or indexing not in ("ij", "xy") or len(vectors) != len(position):
+        return None
+    number %= len(vectors)
+    vector = vectors[number]
+    value = tensor_value(vector)
+    if not isinstance(vector, Node) or value is None:
+        return None
+    dim = 1 - number if indexing == "xy" and number < 2 <= len(vectors) else number
+    return vector, broadcast_position((position[dim],), sizes.shape(value))

@@ -49,6 +49,10 @@ def columns(n: int) -> Tensor:
     return torch.arange(n)[None, :]
 
 
+def grid(n: int, m: int, indexing: str) -> tuple[Tensor, ...]:
+    return torch.meshgrid(torch.arange(n), torch.arange(m), indexing=indexing)
+
+
 def lower(n: int, m: int, diagonal: int = 0) -> Tensor:
     return torch.ones(n, m, dtype=torch.bool).tril(diagonal)
 
@@ -89,6 +93,10 @@ NAMED: dict[str, dict[str, Keep]] = {
         "chosen": lambda n, m: torch.where(columns(m) > rows(n), False, True),
         "filled": lambda n, m: torch.ones(n, m, dtype=torch.bool).masked_fill(columns(m) > rows(n), False),
         "indexed": lambda n, m: lower(n, m)[rows(n), columns(m)],
+        "grid": lambda n, m: (lambda i, j: i >= j)(*grid(n, m, "ij")),
+        "grid of x and y": lambda n, m: (lambda j, i: i >= j)(*grid(m, n, "xy")),
+        "rows below each other": lambda n, m: torch.vstack([lower(n, m)[: n // 2], lower(n, m)[n // 2 :]]),
+        "rows that go on": lambda n, m: torch.cat([lower(5, m), torch.cat([lower(1, m, 5), lower(n - 6, m, 6)])]),
         "indexed positions": lambda n, m: torch.arange(m)[columns(m)] <= torch.arange(n)[rows(n)],
         "one packed sequence": lambda n, m: same_sequence(one_sequence(n)) & (columns(m) <= rows(n)),
     },
@@ -192,6 +200,9 @@ ALIKE: dict[str, tuple[str, Keep]] = {
     "< for <=": ("causal with offset -1", lambda n, m: columns(m) < rows(n)),
     "reversed": ("sliding window (0, all)", lambda n, m: columns(m) >= rows(n)),
     "transposed": ("sliding window (0, all)", lambda n, m: lower(m, n).mT),
+    "grid of x and y": ("sliding window (0, all)", lambda n, m: (lambda i, j: i >= j)(*grid(n, m, "xy"))),
+    "rows that begin again": ("dense", lambda n, m: torch.vstack([lower(5, m), lower(n - 5, m)])),
+    "rows of the other triangle": ("dense", lambda n, m: torch.cat([lower(n, m)[:5], ~lower(n, m)[5:]])),
     "window on the other side": (
         "sliding window (0, 2)",
         lambda n, m: (columns(m) < rows(n) + 3) & (columns(m) >= rows(n)),

@@ -192,6 +192,15 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "padded": lambda x: F.pad(torch.ones(N, N).tril(), (2, 1)),
     "padded with a number": lambda x: F.pad(torch.arange(12).view(3, 4), (0, 1, 2, 0), value=-1),
     "padded truth values": lambda x: F.pad(causal(), (3, 0), value=True),
+    "a grid": lambda x: torch.meshgrid(torch.arange(N), torch.arange(4) * 2, indexing="ij")[0],
+    "a grid's columns": lambda x: torch.meshgrid(torch.arange(N), torch.arange(4) * 2, indexing="ij")[-1],
+    "a grid of x": lambda x: torch.meshgrid([torch.arange(N), torch.arange(4) * 2], indexing="xy")[0],
+    "a grid of y": lambda x: torch.meshgrid([torch.arange(N), torch.arange(4) * 2], indexing="xy")[1],
+    "a grid of x, y and z": lambda x: torch.meshgrid(
+        torch.arange(N), torch.arange(4), torch.arange(2) * 3, indexing="xy"
+    )[2],
+    "a grid of one": lambda x: torch.meshgrid(torch.arange(N), torch.tensor(3), torch.arange(1), indexing="ij")[1],
+    "a grid, written before": lambda x: torch.meshgrid(torch.arange(N).add_(2), torch.arange(4), indexing="ij")[0],
     "cut by padding": lambda x: F.pad(torch.arange(12).view(3, 4), (-1, 2, 1, -2), value=5),
     **{f"written: {name}": program for name, program in WRITTEN.items()},
 }
