@@ -248,6 +248,91 @@ def test_look_alikes(dynamic: bool) -> None:
     assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
 
 
+# ---------------------------------------------------------------- positions as floats
+
+
+def floats(first: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(first, first + n, dtype=dtype)
+
+
+def ordered(i: Tensor, j: Tensor) -> Tensor:
+    return i[:, None] >= j[None]
+
+
+F16, BF16 = torch.float16, torch.bfloat16
+# name -> its mask, lengths of queries and keys, positions compared
+OF_FLOATS: dict[str, tuple[str, int, int, Keep]] = {
+    "float32": ("causal", 12, 12, lambda n, m: ordered(floats(0, n), floats(0, m))),
+    "float64 and float32": ("causal", 7, 7, lambda n, m: ordered(floats(0, n, torch.float64), floats(0, m))),
+    "float32 and integers": ("causal", 7, 7, lambda n, m: ordered(floats(0, n), torch.arange(m))),
+    "bfloat16 and float16": ("causal", 5, 5, lambda n, m: ordered(floats(0, n, BF16), floats(0, m, F16))),
+    "differences": (
+        "causal",
+        12,
+        12,
+        lambda n, m: (floats(0, n)[:, None] - floats(0, m)[None]) >= 0.0,
+    ),
+    "a window": (
+        "sliding window (2, 2)",
+        12,
+        12,
+        lambda n, m: (floats(0, n)[:, None] - floats(0, m)[None]).abs() <= 2.0,
+    ),
+    "differences cast to float": (
+        "sliding window (2, all)",
+        12,
+        12,
+        lambda n, m: (torch.arange(n)[:, None] - torch.arange(m)[None]).float() < 3,
+    ),
+    "cast back": ("causal", 12, 12, lambda n, m: ordered(floats(0, n).long(), floats(0, m, torch.float64).long())),
+    "behind a cache": ("causal with offset 8", 5, 13, lambda n, m: ordered(floats(0, n) + (m - n), floats(0, m))),
+    "one query": ("none", 1, 13, lambda n, m: ordered(floats(m - n, n), floats(0, m))),
+    "one key": ("none", 7, 1, lambda n, m: ordered(floats(0, n), floats(0, m))),
+    "float16 as far as it counts": (
+        "causal with offset 2046", 3, 2049, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))
+    ),
+    "bfloat16 as far as it counts": (
+        "causal with offset 254", 3, 257, lambda n, m: ordered(floats(m - n, n, BF16), floats(0, m, BF16))
+    ),
+}  # fmt: skip
+# Beyond what their type holds two positions are one.
+ROUNDED_POSITIONS: dict[str, tuple[int, int, Keep]] = {
+    "float16": (3, 2050, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))),
+    "float16 at 4096": (3, 4099, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))),
+    "bfloat16": (3, 258, lambda n, m: ordered(floats(m - n, n, BF16), floats(0, m, BF16))),
+    "bfloat16 and float32": (5, 300, lambda n, m: ordered(floats(m - n, n), floats(0, m, BF16))),
+    "integers cast to bfloat16": (5, 300, lambda n, m: ordered(torch.arange(m - n, m).bfloat16(), torch.arange(m))),
+    "float32": (5, 5, lambda n, m: ordered(floats(2**24 - 2, n), floats(2**24 - 2, m))),
+    "a sum in bfloat16": (5, 5, lambda n, m: ordered(floats(0, n, BF16) + 254, floats(0, m, BF16) + 254)),
+    "a difference in bfloat16": (
+        5, 5, lambda n, m: (floats(0, n, BF16) + 200 + floats(0, m, BF16)[:, None] + 60) >= 263
+    ),
+}  # fmt: skip
+
+
+def of_positions(make: Keep) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), lowest()), v)
+
+
+def test_positions_as_floats() -> None:
+    programs = {name: (of_positions(f), qkv(q_len=n, kv_len=m)) for name, (_, n, m, f) in OF_FLOATS.items()}
+    report = same_each(programs, targets=("sdpa",))
+    assert {n: site.mask for n, site in zip(OF_FLOATS, report.sites)} == {n: x for n, (x, *_) in OF_FLOATS.items()}
+
+
+def test_positions_that_their_type_rounds() -> None:
+    programs = {name: (of_positions(f), qkv(q_len=n, kv_len=m)) for name, (n, m, f) in ROUNDED_POSITIONS.items()}
+    report = same_each(programs, targets=("sdpa",))
+    named = {name: site.mask.split(",")[0] for name, site in zip(programs, report.sites)}
+    assert named == dict.fromkeys(programs, "dense")
+
+
+def test_positions_as_floats_at_any_length() -> None:
+    """How far a type has to count is not known then."""
+    report = same_each({"any": (of_positions(OF_FLOATS["float32"][-1]), OPERANDS)}, dynamic=True, targets=("sdpa",))
+    assert report.sites[0].mask.startswith("dense")
+
+
 # ---------------------------------------------------------------- matrices that are filled by a test on themselves
 
 Matrix = Callable[[Tensor], Tensor]  # what is added to scores, made for them
