@@ -124,8 +124,15 @@ NAMED: dict[str, dict[str, Keep]] = {
         "or": lambda n, m: (columns(m) <= rows(n)) | (columns(m) < 3),
         "filled": lambda n, m: lower(n, m).masked_fill(columns(m) <= 2, True),
     },
+    "causal or chunked (4)": {
+        "chunks up to the own": lambda n, m: rows(n) // 4 >= columns(m) // 4,
+        "not of a later chunk": lambda n, m: ~(columns(m) // 4 > rows(n) // 4),
+        "before a later chunk": lambda n, m: columns(m) // 4 < rows(n) // 4 + 1,
+        "or": lambda n, m: (columns(m) // 4 == rows(n) // 4) | (columns(m) <= rows(n)),
+    },
     "prefix (5)": {
         "arange": lambda n, m: (columns(m) < 5).expand(n, m),
+        "of a chunk": lambda n, m: (columns(m) // 5 <= 0).expand(n, m),
         "cat": lambda n, m: torch.cat([torch.ones(5, dtype=torch.bool), torch.zeros(m - 5, dtype=torch.bool)])[None],
     },
     "none": {
@@ -217,6 +224,16 @@ ALIKE: dict[str, tuple[str, Keep]] = {
     "flipped": ("dense", lambda n, m: torch.arange(m - 1, -1, -1)[None] <= rows(n)),
     "every second key": ("causal and dense", lambda n, m: (columns(m) % 2 == 0) & lower(n, m)),
     "not equal": ("dense, by distance", lambda n, m: columns(m) != rows(n)),
+    "chunks from the own on": ("sliding window (0, all) or chunked (4)", lambda n, m: columns(m) // 4 >= rows(n) // 4),
+    "chunks before the own": (
+        "causal with offset -4 or chunked (4) shifted by (0, -4)",
+        lambda n, m: columns(m) // 4 < rows(n) // 4,
+    ),
+    "chunks of other lengths": ("dense", lambda n, m: columns(m) // 4 <= rows(n) // 3),
+    "chunks up to the own, moved on": (
+        "causal with offset -1 or chunked (4) shifted by (1, 0)",
+        lambda n, m: (columns(m) + 1) // 4 <= rows(n) // 4,
+    ),
     "shifted chunks": (
         "causal and chunked (4) shifted by (1, 0)",
         lambda n, m: lower(n, m) & ((columns(m) + 1) // 4 == rows(n) // 4),
