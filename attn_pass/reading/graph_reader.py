@@ -186,8 +186,8 @@ class GraphReader(ABC):
     def definition(self, node: Node, at: int) -> tuple[Node, Call | None]:
         """The operation that gave ``node`` the elements it has at time ``at``, and what it is.
 
-        An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write means
-        the value is only known by reading it, which is reported as no operation at all.
+        An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write is
+        reported as no operation at all (`attn_pass.reading.written_elements`).
         """
         if self.is_reshaped_in_place(node):
             return node, None
