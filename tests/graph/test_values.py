@@ -75,12 +75,3 @@ def test_a_guard_says_that_a_size_is_not_negative() -> None:
         (smaller, (7, 3), False),
     ):
         assert asked(program, *lengths)[-1] == last, program
-
-
-def test_a_size_that_is_renamed_keeps_what_was_asked_of_it() -> None:
-    """Two sizes that turn out to be one: torch goes by another name from there on, and its guards by the old one."""
-
-    def program(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y + z + (y.shape[0] - x.shape[0]) if y.shape[0] > x.shape[0] else x
-
-    assert asked(program, 3, 7, 7) == [True]
