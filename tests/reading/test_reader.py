@@ -131,6 +131,9 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "filled behind a view": filled_behind_a_view,
     "copied behind a view": after(lambda m: m[:, 2:].copy_(causal())),
     "masked behind a view": after(lambda m: m[:, 2:].masked_fill_(causal(), -1.5), dtype=torch.float32),
+    "written, and masked behind a view": after(
+        lambda m: put(m, slice(3), 2.0), lambda m: m[:, 2:].masked_fill_(causal(), -1.5), dtype=torch.float32
+    ),
     "behind views": after(lambda m: put(m.t()[1:][None], (0, slice(1, None)), causal().t())),
     "itself, moved": after(lambda m: put(m, 0, True), lambda m: put(m, slice(1, 3), m[:2].clone())),
     "by its own values": after(
