@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attn_pass.model.index import (
     Index,
@@ -83,6 +84,15 @@ def value_key(node: Node) -> str:
     return "example_value" if "example_value" in node.meta else "val"
 
 
+# Of a comparison: whether its left side is the smaller one, and by how much at least.
+_LESS = {
+    "StrictLessThan": (True, 1),
+    "LessThan": (True, 0),
+    "StrictGreaterThan": (False, 1),
+    "GreaterThan": (False, 0),
+}
+
+
 class Sizes:
     """Turns Python and symbolic integers into indices; one instance a root graph, since symbols belong to one."""
 
@@ -125,6 +135,26 @@ class Sizes:
                     term *= self.hint(atom.value) % max(1, self.hint(atom.divisor))
             total += term
         return total
+
+    def is_nonnegative(self, size: Any) -> bool:
+        """Proves that a size is not negative: by its form, its range, or a guard of the program (``if p > 0``)."""
+        index = self.index(size)
+        if is_nonnegative(index):
+            return True
+        if not isinstance(size, torch.SymInt):
+            return False
+        return statically_known_true(size >= 0) or any(is_nonnegative(index - m) for m in self._guarded(size.node))
+
+    def _guarded(self, node: Any) -> Iterator[Index]:
+        """What guards on the symbols of a size alone say is not negative, in the symbols that stand for these now."""
+        known = node.expr.free_symbols
+        for guard in node.shape_env.guards:
+            now = node.shape_env.replace(guard.expr)
+            less, sides = _LESS.get(type(now).__name__), getattr(now, "args", ())
+            if less is not None and len(sides) == 2 and set().union(*(s.free_symbols for s in sides)) <= known:
+                left, right = (self._convert(side, node.shape_env) for side in sides)
+                small, large = (left, right) if less[0] else (right, left)
+                yield large - small - less[1]
 
     def can_be_zero(self, index: Index) -> bool:
         """Whether nothing says that the size is at least 1."""

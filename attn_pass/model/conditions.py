@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
+from attn_pass.model.alternatives import simplified
 from attn_pass.model.expression import (
     TRUE,
     Apply,
@@ -65,6 +67,9 @@ def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:
             options.append(_together(alternatives))
         if any(isinstance(p, Either) for o in options for p in o):
             options = [x for o in options for x in (o[0].options if len(o) == 1 and isinstance(o[0], Either) else (o,))]
+        options = [_together(list(o)) for o in simplified(options, key, row)]
+        if len(options) == 1:
+            return list(options[0])
         return [Either(tuple(sorted(set(options), key=lambda o: [(ORDER.index(type(p)), str(p)) for p in o])))]
     if len(condition.args) != 2:
         return None
@@ -77,7 +82,7 @@ def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:
     if condition.op == "eq":
         return _equal(left - right, key, row)
     margin = _margin(condition.op, left, right)
-    return None if margin is None else _bounded(margin, key, row)
+    return None if margin is None else _bounded(margin, key, row) or _ordered(margin, key, row)
 
 
 def _margin(op: str, left: Index, right: Index) -> Index | None:
@@ -141,6 +146,38 @@ def _equal(difference: Index, key: Index, row: Index) -> list[Part] | None:
     high, low = _bounded(difference, key, row), _bounded(-1 * difference, key, row)
     if high is not None and low is not None:
         return high + low
+    chunks = _in_chunks(difference, key, row)
+    if chunks is None:
+        return None
+    if chunks.row_shift is None:
+        return [Keys(-1 * chunks.key_shift, chunks.size - 1 - chunks.key_shift)]
+    return [Chunk(chunks.size, chunks.key_shift, chunks.row_shift)]
+
+
+def _ordered(margin: Index, key: Index, row: Index) -> list[Part] | None:
+    """``margin >= 0`` of chunks: those up to the row's own (block causal) are what is before the row, and its chunk."""
+    chunks = _in_chunks(margin, key, row)
+    if chunks is None:
+        return None
+    if chunks.row_shift is None:
+        before = Keys(None, chunks.size - 1 - chunks.key_shift)
+        return [before if chunks.sign < 0 else Keys(-1 * chunks.key_shift, None)]
+    shift = chunks.row_shift - chunks.key_shift
+    band = Band(None, shift) if chunks.sign < 0 else Band(shift, None)
+    return [Either(((band,), (Chunk(chunks.size, chunks.key_shift, chunks.row_shift),)))]
+
+
+class _Chunks(NamedTuple):
+    """``sign * ((key + key_shift) // size - (row + row_shift) // size)``; without the row where its shift is None."""
+
+    sign: int
+    size: Index
+    key_shift: Index
+    row_shift: Index | None
+
+
+def _in_chunks(difference: Index, key: Index, row: Index) -> _Chunks | None:
+    """An index as how many chunks a key is behind a row's, or behind the first one."""
     of_key: Quotient | None = None
     of_row: Quotient | None = None
     rest: Index = 0
@@ -158,12 +195,12 @@ def _equal(difference: Index, key: Index, row: Index) -> list[Part] | None:
     if of_key is None or axes(rest) or axes(of_key.divisor) or not is_less(0, of_key.divisor):
         return None
     size, shift = of_key.divisor, of_key.value - key
-    rest = rest * sign  # key // size + rest (- row // size) == 0
+    rest = rest * sign  # key // size + rest (- row // size)
     if of_row is None:
-        return [Keys(-1 * rest * size - shift, -1 * rest * size + (size - 1) - shift)]
+        return _Chunks(sign, size, shift + rest * size, None)
     if of_row.divisor != size or difference != rest * sign + Poly.of(of_key) * sign - Poly.of(of_row) * sign:
         return None
-    return [Chunk(size, shift, of_row.value - row - rest * size)]
+    return _Chunks(sign, size, shift, of_row.value - row - rest * size)
 
 
 def _together(parts: list[Part]) -> tuple[Part, ...]:

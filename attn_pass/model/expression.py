@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+from attn_pass.model import exact_floats
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Axis, Index, axes, divide, is_at_most, is_less, is_nonnegative, substitute, terms_of
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
@@ -116,7 +117,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
     if op in COMPARISONS:
         return _fold_comparison(op, args[0], args[1])
     if op in ("add", "sub", "mul"):
-        return _fold_arithmetic(op, args[0], args[1])
+        return _fold_arithmetic(op, args[0], args[1]) or _fold_floats(op, args[0], args[1])
     if op == "neg" and isinstance(args[0], Const):  # -(n) -> the number -n
         return Const(-args[0].value)
     if op in ("neg", "abs", "floordiv", "remainder"):
@@ -128,7 +129,9 @@ def _fold_index(op: str, args: tuple[Expr, ...]) -> Expr | None:
     """Index arithmetic that stays an index."""
     index = as_index(args[0])
     if index is None:
-        return None
+        whole = _exact_float(args[0]) if op == "abs" else None
+        # abs(cast<float>(i)) -> cast<float>(abs(i)), where the type holds i
+        return None if whole is None else apply("cast", apply("abs", whole[0]), dtype=whole[1])
     if op == "neg":  # -i -> the index -i
         return index_value(-1 * index)
     if op == "abs":  # abs(i) -> i, where i >= 0
@@ -151,12 +154,14 @@ def _fold_where(condition: Expr, yes: Expr, no: Expr) -> Expr | None:
             # where(c, false, d) -> not c and d
             return apply("and", apply("not", when), other)
     known = _pinned(condition)
-    if known and not isinstance(yes, Const) and not any(isinstance(e, Load | Dot) for e in walk(yes)):
+    if known and not isinstance(yes, Const) and not reads_something(yes):
         narrowed = rewrite_indices(yes, known)
         if narrowed != yes:  # where(i == 3, x(i), y) -> where(i == 3, x(3), y)
             return apply("where", condition, narrowed, no)
-    # where(c, x, x) -> x
-    return yes if yes == no and not isinstance(yes, Apply) else None
+        if not reads_something(no) and rewrite_indices(no, known) == yes:  # where(i == 3, x(3), x(i)) -> x(i)
+            return no
+    # where(c, x, x) -> x, but not of loads in it: they may be of different times
+    return yes if yes == no and not (isinstance(yes, Apply) and reads_something(yes)) else None
 
 
 def _pinned(condition: Expr) -> dict[Axis, Index]:
@@ -196,6 +201,9 @@ def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
         if isinstance(yes, Const) and isinstance(no, Const):
             return as_boolean(_truth(condition), Const(bool(yes.value)), Const(bool(no.value)))
     if isinstance(value, Apply) and value.op == "cast":
+        exact = _exact_float(value) if dtype.is_floating_point or dtype == torch.int64 else None
+        if exact is not None:  # cast<int64>(cast<float>(i)) -> i
+            return value if dtype == value.dtype else apply("cast", exact[0], dtype=dtype)
         if value.dtype == dtype:  # cast(cast(x)) -> cast(x), of one type
             return value
         if dtype == torch.bool and is_boolean(value.args[0]):  # cast<bool>(cast(c)) -> c
@@ -203,6 +211,51 @@ def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
     if dtype == torch.bool and is_boolean(value):  # cast<bool>(c) -> c
         return value
     return None
+
+
+def _exact_float(value: Expr) -> tuple[Expr, torch.dtype] | None:
+    """The index, or its absolute value, that a float was cast from, and its type, which holds it; None for another."""
+    if not isinstance(value, Apply) or value.op != "cast" or value.dtype is None:
+        return None
+    (inner,) = value.args
+    index = as_index(inner.args[0] if isinstance(inner, Apply) and inner.op == "abs" else inner)
+    return (inner, value.dtype) if index is not None and exact_floats.holds(value.dtype, index) else None
+
+
+def _whole_in(value: Expr, dtype: torch.dtype) -> Expr | None:
+    """A whole number as the integer it is, where a floating type holds it."""
+    if isinstance(value, Const) and isinstance(value.value, float) and value.value.is_integer():
+        if value.value or math.copysign(1.0, value.value) > 0:  # -0.0 is no integer
+            value = Const(int(value.value))
+    index = as_index(value)
+    if index is not None:
+        return value if exact_floats.holds(dtype, index) else None
+    exact = _exact_float(value)
+    return None if exact is None or _exact_float(Apply("cast", (exact[0],), dtype)) is None else exact[0]
+
+
+def _wholes(left: Expr, right: Expr) -> tuple[Expr, Expr, torch.dtype] | None:
+    """Both operands as integers, where one is a float that is one, and the narrower of the types: it holds both."""
+    types = [exact[1] for exact in map(_exact_float, (left, right)) if exact is not None]
+    if not types:
+        return None
+    narrow = min(types, key=exact_floats.LARGEST.__getitem__)
+    a, b = _whole_in(left, narrow), _whole_in(right, narrow)
+    return None if a is None or b is None else (a, b, narrow)
+
+
+def _fold_floats(op: str, left: Expr, right: Expr) -> Expr | None:
+    """Sums of positions as floats of one type, which stay positions where that holds them; a product may be -0.0."""
+    exact = [_exact_float(e) for e in (left, right)]
+    types = {e[1] for e in exact if e is not None}
+    wholes = _wholes(left, right) if op in ("add", "sub") and len(types) == 1 else None
+    if wholes is None or not all(isinstance(v, Const) or e is not None for v, e in zip((left, right), exact)):
+        return None
+    left, right, dtype = wholes
+    index = as_index(apply(op, left, right))
+    if index is None or not exact_floats.holds(dtype, index):
+        return None
+    return apply("cast", index_value(index), dtype=dtype)  # cast<float>(i) + cast<float>(j) -> cast<float>(i + j)
 
 
 def _truncated(value: Scalar, dtype: torch.dtype) -> Const | None:
@@ -294,6 +347,9 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
         return as_boolean(inner, *yes_no)
     a, b = as_index(left), as_index(right)
     if a is None or b is None:
+        wholes = _wholes(left, right)
+        if wholes is not None:  # cast<float>(i) < cast<float>(j) -> i < j, where their types hold i and j
+            return apply(op, *wholes[:2])
         return _distributed(op, left, right) or _of_truth(op, left, right)
     holds, fails = _PROOFS[op]
     # i < j -> true where that is proven for every value, false where the opposite is
@@ -406,6 +462,11 @@ def walk(expression: Expr) -> Iterator[Expr]:
 def contains_dot(expression: Expr) -> bool:
     """Whether the dot product occurs in the expression."""
     return any(isinstance(e, Dot) for e in walk(expression))
+
+
+def reads_something(expression: Expr) -> bool:
+    """Whether the expression depends on more than indices and constants."""
+    return any(isinstance(e, Load | Dot) for e in walk(expression))
 
 
 def loads(expression: Expr) -> tuple[Load, ...]:

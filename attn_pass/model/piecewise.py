@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attn_pass.model.conditions import conjuncts, margin_of
@@ -104,14 +106,21 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
 
 def _both(given: Expr, condition: Expr) -> Expr:
     """Two conditions, each without what the other decides: of positions alone, which nothing changes between."""
-    condition = _where_it_holds(given, condition)
-    return apply("and", _where_it_holds(condition, given), condition)
+    condition = where_it_holds(given, condition)
+    return apply("and", where_it_holds(condition, given), condition)
 
 
-def _where_it_holds(given: Expr, condition: Expr) -> Expr:
-    """What is left of a condition where another one holds."""
-    facts = [fact for fact in (given, *conjuncts(given)) if not loads(fact) and not contains_dot(fact)]
-    return transform(condition, lambda part: _decided(part, facts))
+def _is_of_positions(fact: Expr) -> bool:
+    return not loads(fact)
+
+
+def where_it_holds(given: Expr, expression: Expr, is_lasting: Callable[[Expr], bool] = _is_of_positions) -> Expr:
+    """What is left of an expression where a condition holds.
+
+    ``is_lasting`` says whether a part of the condition has one value at all times: what is loaded may be written to.
+    """
+    facts = [fact for fact in (given, *conjuncts(given)) if is_lasting(fact) and not contains_dot(fact)]
+    return transform(expression, lambda part: _decided(part, facts))
 
 
 def _decided(part: Expr, facts: list[Expr]) -> Const | None:

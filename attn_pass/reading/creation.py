@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
+from attn_pass.model import exact_floats
 from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
 from attn_pass.model.index import Axis, Index, axis_index, is_nonnegative
 from attn_pass.reading import known_rows
@@ -68,7 +69,7 @@ def _bounds(call: Call) -> tuple[Any, ...]:
 def _arange(
     reader: GraphReader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor
 ) -> Expr | None:
-    if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
+    if value.dtype in WRAPPING or len(position) != 1:
         return None
     start: Index = 0
     step = _as_integer(bounds[2] if len(bounds) == 3 else step)
@@ -79,8 +80,10 @@ def _arange(
         start = reader.sizes.index(begin)
     if not isinstance(step, int):
         return None
-    number = index_value(position[0] * step + start)
-    return apply("cast", number, dtype=value.dtype) if value.is_floating_point() else number
+    index = position[0] * step + start
+    if value.dtype in (torch.float16, torch.bfloat16) and not exact_floats.holds(value.dtype, index):
+        return None
+    return apply("cast", index_value(index), dtype=value.dtype) if value.is_floating_point() else index_value(index)
 
 
 def _as_integer(number: Any) -> Any:

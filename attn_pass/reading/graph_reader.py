@@ -14,7 +14,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import PLAIN_TENSORS, Sizes, fake_value, memory_order, tensor_value, wants_gradient
 from attn_pass.graph.writes import call_writes
 from attn_pass.model.attention import Source, SourceKind
-from attn_pass.model.expression import Expr
+from attn_pass.model.expression import Expr, loads
 from attn_pass.model.index import Index
 from attn_pass.reading.bias_of_products import is_of_products
 from attn_pass.reading.pointwise import POINTWISE
@@ -186,8 +186,8 @@ class GraphReader(ABC):
     def definition(self, node: Node, at: int) -> tuple[Node, Call | None]:
         """The operation that gave ``node`` the elements it has at time ``at``, and what it is.
 
-        An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write means
-        the value is only known by reading it, which is reported as no operation at all.
+        An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write is
+        reported as no operation at all (`attn_pass.reading.written_elements`).
         """
         if self.is_reshaped_in_place(node):
             return node, None
@@ -202,6 +202,10 @@ class GraphReader(ABC):
         if mutation.whole and not stops and self.effects.same_geometry(mutation.target, node):
             return mutation.node, self.call(mutation.node)
         return node, call if is_step and call is not None and call.op != "detach" else None
+
+    def never_changes(self, expression: Expr) -> bool:
+        """Whether an expression has the same value at all times: the graph writes to nothing that it loads."""
+        return not any(self.effects.mutations(self.source_nodes[load.source]) for load in loads(expression))
 
     def is_alias(self, node: Node, call: Call) -> bool:
         """Whether a view shares the memory of what it is a view of."""

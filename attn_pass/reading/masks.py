@@ -44,11 +44,11 @@ def name_mask(
     """
     added = _added(deep_bias, keys, dtype)
     condition = TRUE if deep_keep is None else as_condition(deep_keep)
-    if added.condition == TRUE and not added.rest:
-        bias = None
-    if condition == TRUE:
-        keep = None
     structure = structure_of(apply("and", condition, added.condition), keys, rows)
+    if (added.condition == TRUE or not structure.parts) and not added.rest:
+        bias = None
+    if condition == TRUE or not structure.parts:
+        keep = None
     for term in added.rest:
         structure = structure.and_opaque(_kind_of_bias(term, keys, rows))
     if structure.is_causal:

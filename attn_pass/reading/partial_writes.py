@@ -15,8 +15,8 @@ from attn_pass.graph.effects import Mutation
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Expr, apply, as_index, index_value
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most, is_nonnegative
+from attn_pass.reading.graph_reader import GraphReader
 from attn_pass.reading.pointwise import POINTWISE
-from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import VIEWS, Position
 from attn_pass.reading.vocabulary import Call
 
@@ -50,7 +50,9 @@ class Part:
         ]
 
 
-def written_part(reader: Reader, node: Node, mutation: Mutation, copies: Collection[object] = _COPIES) -> Part | None:
+def written_part(
+    reader: GraphReader, node: Node, mutation: Mutation, copies: Collection[object] = _COPIES
+) -> Part | None:
     """What a write of a part of ``node`` wrote, and where; None for anything but slices that step by one and masks.
 
     ``copies`` are the targets that copy their second argument into all of their first.
@@ -73,7 +75,7 @@ def written_part(reader: Reader, node: Node, mutation: Mutation, copies: Collect
     return part if part is None or len(views) == 1 else _through_views(reader, mutation, views, part)
 
 
-def put_part(reader: Reader, node: Node) -> Part | None:
+def put_part(reader: GraphReader, node: Node) -> Part | None:
     """What ``index_put`` writes, and where."""
     call = reader.call(node)
     if call is None or call["accumulate"] or not isinstance(call["input"], Node):
@@ -82,7 +84,7 @@ def put_part(reader: Reader, node: Node) -> Part | None:
     return _indexed(reader, reader.shape(call["input"]), entries, call["values"], reader.order[node])
 
 
-def scattered_part(reader: Reader, node: Node) -> Part | None:
+def scattered_part(reader: GraphReader, node: Node) -> Part | None:
     """What ``slice_scatter`` and ``select_scatter`` write, and where."""
     call = reader.call(node)
     if call is None or call["dim"].__class__ is not int:
@@ -97,7 +99,7 @@ def scattered_part(reader: Reader, node: Node) -> Part | None:
     return _indexed(reader, shape, (*[slice(None)] * dim, entry), call["src"], reader.order[node])
 
 
-def _views(reader: Reader, mutation: Mutation) -> list[Node]:
+def _views(reader: GraphReader, mutation: Mutation) -> list[Node]:
     """The views from the one that is written to the tensor it is a part of."""
     views = [mutation.target]
     while True:
@@ -110,12 +112,12 @@ def _views(reader: Reader, mutation: Mutation) -> list[Node]:
         views.append(source)  # what an operation in place gives back is what it was given
 
 
-def _viewed(reader: Reader, node: Node, call: Call) -> Any:
+def _viewed(reader: GraphReader, node: Node, call: Call) -> Any:
     """What a view is of, or what an operation in place gives back."""
     return reader.written_by(node) if "out" in node.kwargs else call.args.get("input")
 
 
-def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -> Part | None:
+def _indexed(reader: GraphReader, shape: Position, index: Any, value: Any, at: int) -> Part | None:
     """The part of a tensor that ``x[index]`` is."""
     entries = list(index) if isinstance(index, tuple) else [index]
     width = sum(_width(e) for e in entries)
@@ -176,18 +178,18 @@ def _is_one_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) if fake is None else all(s == 1 for s in fake.shape)
 
 
-def _sliced(reader: Reader, entry: slice, size: Index) -> tuple[Index, Index] | None:
+def _sliced(reader: GraphReader, entry: slice, size: Index) -> tuple[Index, Index] | None:
     """Start and length of a slice that steps by one; None if they cannot be determined."""
     if entry.step not in (None, 1):
         return None
     start = 0 if entry.start is None else _index_of(reader, entry.start, size)
     stop = size if entry.stop is None else _index_of(reader, entry.stop, size)
-    if start is None or stop is None or not is_nonnegative(stop - start):
+    if start is None or stop is None or not (start == 0 or is_nonnegative(stop - start)):
         return None
     return (start, stop - start) if is_at_most(stop, size) else None
 
 
-def _index_of(reader: Reader, value: Any, size: Index) -> Index | None:
+def _index_of(reader: GraphReader, value: Any, size: Index) -> Index | None:
     """A number of an index, counted from the front; None for one of unknown sign."""
     fake = fake_value(value) if isinstance(value, Node) else value
     if isinstance(fake, bool) or not isinstance(fake, (int, torch.SymInt)):
@@ -195,11 +197,12 @@ def _index_of(reader: Reader, value: Any, size: Index) -> Index | None:
     index = reader.sizes.index(fake)
     if isinstance(index, int) and index < 0:
         index = size + index
-    return index if is_nonnegative(index) else None
+        return index if is_nonnegative(index) else None
+    return index if reader.sizes.is_nonnegative(fake) else None
 
 
 def _pairs(
-    reader: Reader, shape: Position, numbers: list[tuple[int, Node]], at: int
+    reader: GraphReader, shape: Position, numbers: list[tuple[int, Node]], at: int
 ) -> tuple[tuple[str, int, int, Index], ...] | None:
     """Which elements two index tensors name together: a triangle (``torch.triu_indices``), or a diagonal."""
     if len(numbers) != 2:
@@ -225,7 +228,7 @@ def _pairs(
     return None
 
 
-def _through_views(reader: Reader, mutation: Mutation, views: list[Node], part: Part) -> Part | None:
+def _through_views(reader: GraphReader, mutation: Mutation, views: list[Node], part: Part) -> Part | None:
     """A write to a view, as a write to a part of the tensor it is a view of."""
     shape = reader.shape(mutation.target)
     along = [Axis(f"w{n}", size) for n, size in enumerate(shape)]

@@ -20,6 +20,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, apply, loads, walk
+from attn_pass.model.piecewise import where_it_holds
 from attn_pass.reading.constants import form_of
 from attn_pass.reading.creation import created
 from attn_pass.reading.graph_reader import GraphReader
@@ -27,6 +28,7 @@ from attn_pass.reading.pointwise import POINTWISE, pointwise
 from attn_pass.reading.reach import Reach
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position, broadcast_position
+from attn_pass.reading.written_elements import put, written
 
 _LARGEST = 1000  # parts of an element: what chooses between two values of itself is twice as large each time
 
@@ -195,8 +197,11 @@ class Reader(GraphReader):
                 self._used.known.append(name)
                 return form(position)
         defined, call = self.definition(node, at)
-        if call is None or depth >= 60 or tensor_value(node) is None:
+        if depth >= 60 or tensor_value(node) is None:
             return self._leaf(node, position)
+        if call is None:
+            lifted = written(self, node, position, at, depth)
+            return lifted if lifted is not None and self._is_held(lifted) else self._leaf(node, position)
         time = self.order[defined]
         found_value = created(self, defined, call, position, depth)
         if found_value is not None and (self._until is None or self._lasts(found_value, self._until)):
@@ -206,10 +211,25 @@ class Reader(GraphReader):
                 lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
                 return self._leaf(node, position)
-            is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
-            if is_small and (self._until is None or self._lasts(lifted, self._until)):
-                return lifted
-        return self._leaf(node, position)
+            lifted = self._chosen_once(lifted)
+        else:
+            lifted = put(self, defined, call, position, depth)
+        return lifted if lifted is not None and self._is_held(lifted) else self._leaf(node, position)
+
+    def _chosen_once(self, lifted: Expr) -> Expr:
+        """A choice by what is loaded, without the same choice in its branches where nothing is written between."""
+        if not isinstance(lifted, Apply) or lifted.op != "where":
+            return lifted
+        condition, yes, no = lifted.args
+        if not loads(condition) or not self.never_changes(condition):
+            return lifted
+        yes = where_it_holds(condition, yes, self.never_changes)
+        return apply("where", condition, yes, where_it_holds(apply("not", condition), no, self.never_changes))
+
+    def _is_held(self, lifted: Expr) -> bool:
+        """Whether an element is kept as an expression: one that is not too long, nor of what does not last."""
+        is_small = not any(True for _ in islice(walk(lifted), _LARGEST, None))
+        return is_small and (self._until is None or self._lasts(lifted, self._until))
 
     @contextmanager
     def lasting(self, until: int) -> Iterator[None]:

@@ -73,11 +73,8 @@ def _map(call: Call, position: Position, before: Position, after: Position, size
         return tuple(out)
     if call.op == "select":
         dim = _dim(call["dim"], rank)
-        index = _integer(call["index"], sizes)
-        if dim is None or index is None:
-            return None
-        index = _wrap(index, before[dim])
-        return None if index is None else (*position[:dim], index, *position[dim:])
+        index = None if dim is None else _from_the_front(call["index"], before[dim], sizes)
+        return None if dim is None or index is None else (*position[:dim], index, *position[dim:])
     if call.op in ("slice", "narrow"):
         return _sliced(call, position, before, sizes)
     if call.op == "repeat_interleave":
@@ -96,11 +93,10 @@ def _map(call: Call, position: Position, before: Position, after: Position, size
 
 def _sliced(call: Call, position: Position, before: Position, sizes: Sizes) -> Position | None:
     dim = _dim(call["dim"], len(before))
-    start = _integer(call["start"] if call["start"] is not None else 0, sizes)
     step = call.get("step", 1)
-    if dim is None or start is None or not isinstance(step, int):
+    if dim is None or not isinstance(step, int):
         return None
-    start = _start(start, before[dim])
+    start = _start(call["start"], before[dim], sizes)
     return None if start is None else (*position[:dim], position[dim] * step + start, *position[dim + 1 :])
 
 
@@ -144,17 +140,24 @@ def _integer(value: Any, sizes: Sizes) -> Index | None:
     return sizes.index(value)
 
 
-def _wrap(index: Index, size: Index) -> Index | None:
-    """A possibly negative index counted from the start; None when its sign is not proven."""
-    if is_nonnegative(index):
+def _is_nonnegative(value: Any, sizes: Sizes) -> bool:
+    return sizes.is_nonnegative(fake_value(value) if isinstance(value, Node) else value)
+
+
+def _from_the_front(value: Any, size: Index, sizes: Sizes) -> Index | None:
+    """A possibly negative integer argument counted from the start; None when its sign is not proven."""
+    index = _integer(value, sizes)
+    if index is None or _is_nonnegative(value, sizes):
         return index
     return size + index if is_nonnegative(-1 * index - 1) else None
 
 
-def _start(index: Index, size: Index) -> Index | None:
+def _start(value: Any, size: Index, sizes: Sizes) -> Index | None:
     """Where a slice starts: a negative one counts from the end, and stops at the first element; None when unproven."""
-    start = _wrap(index, size)
-    if start is None or is_nonnegative(start):
+    if value is None:
+        return 0
+    start = _from_the_front(value, size, sizes)
+    if start is None or is_nonnegative(start) or _is_nonnegative(value, sizes):
         return start
     return 0 if is_nonnegative(-1 * start) else None
 
@@ -226,15 +229,13 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
             return None
         size = shape[len(out)]
         if isinstance(entry, slice):
-            start = _integer(entry.start if entry.start is not None else 0, sizes)
-            start = None if start is None else _start(start, size)
+            start = _start(entry.start, size, sizes)
             step = 1 if entry.step is None else entry.step
             if start is None or not isinstance(step, int):
                 return None
             out.append(next(rest) * step + start)
             continue
-        chosen = _integer(entry, sizes)
-        chosen = None if chosen is None else _wrap(chosen, size)
+        chosen = _from_the_front(entry, size, sizes)
         if chosen is None:
             return None
         out.append(chosen)
@@ -243,9 +244,11 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
 
 
 def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
-    """Element of one of the results of split, chunk or unbind."""
+    """Element of one of the results of split, chunk, unbind or meshgrid."""
     call = understand(parent)
     pieces = fake_value(parent)
+    if call is not None and call.op == "meshgrid":
+        return _of_grid(call, number, position, sizes)
     if call is None or call.op not in ("pieces", "unbind") or not isinstance(number, int):
         return None
     base = call["input"]
@@ -265,3 +268,17 @@ def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple
     for piece in pieces[:number]:
         start = start + sizes.index(piece.shape[dim])
     return base, (*position[:dim], position[dim] + start, *position[dim + 1 :])
+
+
+def _of_grid(call: Call, number: Any, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
+    """Element of one of the grids of meshgrid: the vector of that number, along a dimension of its own."""
+    vectors, indexing = one_or_many(call["tensors"]), call.get("indexing", "ij")
+    if not isinstance(number, int) or indexing not in ("ij", "xy") or len(vectors) != len(position):
+        return None
+    number %= len(vectors)
+    vector = vectors[number]
+    value = tensor_value(vector)
+    if not isinstance(vector, Node) or value is None:
+        return None
+    dim = 1 - number if indexing == "xy" and number < 2 <= len(vectors) else number
+    return vector, broadcast_position((position[dim],), sizes.shape(value))

@@ -79,6 +79,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
         "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.split.sizes",
     ),
     ("unbind", "input, dim=0", "torch.unbind .unbind aten.unbind.int"),
+    ("meshgrid", "*tensors", "torch.meshgrid torch.functional.meshgrid"),
+    ("meshgrid", "tensors", "aten.meshgrid.default aten.meshgrid.indexing"),
     (
         "repeat_interleave",
         "input, repeats, dim=None",

@@ -15,6 +15,7 @@ from programs import DIALECTS, check, close
 from torch import Tensor
 from torch.nn import functional as F
 
+import attn_pass
 from attn_pass.model.expression import Apply, Const, Dot, apply
 from attn_pass.model.mask import Mask
 from attn_pass.model.reference import reference
@@ -46,6 +47,10 @@ def rows(n: int, first: int = 0) -> Tensor:
 
 def columns(n: int) -> Tensor:
     return torch.arange(n)[None, :]
+
+
+def grid(n: int, m: int, indexing: str) -> tuple[Tensor, ...]:
+    return torch.meshgrid(torch.arange(n), torch.arange(m), indexing=indexing)
 
 
 def lower(n: int, m: int, diagonal: int = 0) -> Tensor:
@@ -88,6 +93,10 @@ NAMED: dict[str, dict[str, Keep]] = {
         "chosen": lambda n, m: torch.where(columns(m) > rows(n), False, True),
         "filled": lambda n, m: torch.ones(n, m, dtype=torch.bool).masked_fill(columns(m) > rows(n), False),
         "indexed": lambda n, m: lower(n, m)[rows(n), columns(m)],
+        "grid": lambda n, m: (lambda i, j: i >= j)(*grid(n, m, "ij")),
+        "grid of x and y": lambda n, m: (lambda j, i: i >= j)(*grid(m, n, "xy")),
+        "rows below each other": lambda n, m: torch.vstack([lower(n, m)[: n // 2], lower(n, m)[n // 2 :]]),
+        "rows that go on": lambda n, m: torch.cat([lower(5, m), torch.cat([lower(1, m, 5), lower(n - 6, m, 6)])]),
         "indexed positions": lambda n, m: torch.arange(m)[columns(m)] <= torch.arange(n)[rows(n)],
         "one packed sequence": lambda n, m: same_sequence(one_sequence(n)) & (columns(m) <= rows(n)),
     },
@@ -115,8 +124,15 @@ NAMED: dict[str, dict[str, Keep]] = {
         "or": lambda n, m: (columns(m) <= rows(n)) | (columns(m) < 3),
         "filled": lambda n, m: lower(n, m).masked_fill(columns(m) <= 2, True),
     },
+    "causal or chunked (4)": {
+        "chunks up to the own": lambda n, m: rows(n) // 4 >= columns(m) // 4,
+        "not of a later chunk": lambda n, m: ~(columns(m) // 4 > rows(n) // 4),
+        "before a later chunk": lambda n, m: columns(m) // 4 < rows(n) // 4 + 1,
+        "or": lambda n, m: (columns(m) // 4 == rows(n) // 4) | (columns(m) <= rows(n)),
+    },
     "prefix (5)": {
         "arange": lambda n, m: (columns(m) < 5).expand(n, m),
+        "of a chunk": lambda n, m: (columns(m) // 5 <= 0).expand(n, m),
         "cat": lambda n, m: torch.cat([torch.ones(5, dtype=torch.bool), torch.zeros(m - 5, dtype=torch.bool)])[None],
     },
     "none": {
@@ -191,16 +207,33 @@ ALIKE: dict[str, tuple[str, Keep]] = {
     "< for <=": ("causal with offset -1", lambda n, m: columns(m) < rows(n)),
     "reversed": ("sliding window (0, all)", lambda n, m: columns(m) >= rows(n)),
     "transposed": ("sliding window (0, all)", lambda n, m: lower(m, n).mT),
+    "grid of x and y": ("sliding window (0, all)", lambda n, m: (lambda i, j: i >= j)(*grid(n, m, "xy"))),
+    "rows that begin again": ("dense", lambda n, m: torch.vstack([lower(5, m), lower(n - 5, m)])),
+    "rows of the other triangle": ("dense", lambda n, m: torch.cat([lower(n, m)[:5], ~lower(n, m)[5:]])),
     "window on the other side": (
         "sliding window (0, 2)",
         lambda n, m: (columns(m) < rows(n) + 3) & (columns(m) >= rows(n)),
     ),
     "window wider by one": ("sliding window (3, 0)", lambda n, m: lower(n, m) & (columns(m) >= rows(n) - 3)),
-    "or for and": ("causal or sliding window (2, all)", lambda n, m: lower(n, m) | (columns(m) > rows(n) - 3)),
+    "or for and": ("none", lambda n, m: lower(n, m) | (columns(m) > rows(n) - 3)),
+    "or, of what leaves a gap": (
+        "causal with offset -3 or sliding window (1, all)",
+        lambda n, m: lower(n, m, -3) | (columns(m) >= rows(n) - 1),
+    ),
     "every second": ("dense", lambda n, m: columns(m) <= 2 * rows(n)),
     "flipped": ("dense", lambda n, m: torch.arange(m - 1, -1, -1)[None] <= rows(n)),
     "every second key": ("causal and dense", lambda n, m: (columns(m) % 2 == 0) & lower(n, m)),
     "not equal": ("dense, by distance", lambda n, m: columns(m) != rows(n)),
+    "chunks from the own on": ("sliding window (0, all) or chunked (4)", lambda n, m: columns(m) // 4 >= rows(n) // 4),
+    "chunks before the own": (
+        "causal with offset -4 or chunked (4) shifted by (0, -4)",
+        lambda n, m: columns(m) // 4 < rows(n) // 4,
+    ),
+    "chunks of other lengths": ("dense", lambda n, m: columns(m) // 4 <= rows(n) // 3),
+    "chunks up to the own, moved on": (
+        "causal with offset -1 or chunked (4) shifted by (1, 0)",
+        lambda n, m: (columns(m) + 1) // 4 <= rows(n) // 4,
+    ),
     "shifted chunks": (
         "causal and chunked (4) shifted by (1, 0)",
         lambda n, m: lower(n, m) & ((columns(m) + 1) // 4 == rows(n) // 4),
@@ -230,6 +263,91 @@ def test_look_alikes(dynamic: bool) -> None:
     programs = {alike: (program(make), OPERANDS) for alike, (_, make) in ALIKE.items()}
     report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
     assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
+
+
+# ---------------------------------------------------------------- positions as floats
+
+
+def floats(first: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(first, first + n, dtype=dtype)
+
+
+def ordered(i: Tensor, j: Tensor) -> Tensor:
+    return i[:, None] >= j[None]
+
+
+F16, BF16 = torch.float16, torch.bfloat16
+# name -> its mask, lengths of queries and keys, positions compared
+OF_FLOATS: dict[str, tuple[str, int, int, Keep]] = {
+    "float32": ("causal", 12, 12, lambda n, m: ordered(floats(0, n), floats(0, m))),
+    "float64 and float32": ("causal", 7, 7, lambda n, m: ordered(floats(0, n, torch.float64), floats(0, m))),
+    "float32 and integers": ("causal", 7, 7, lambda n, m: ordered(floats(0, n), torch.arange(m))),
+    "bfloat16 and float16": ("causal", 5, 5, lambda n, m: ordered(floats(0, n, BF16), floats(0, m, F16))),
+    "differences": (
+        "causal",
+        12,
+        12,
+        lambda n, m: (floats(0, n)[:, None] - floats(0, m)[None]) >= 0.0,
+    ),
+    "a window": (
+        "sliding window (2, 2)",
+        12,
+        12,
+        lambda n, m: (floats(0, n)[:, None] - floats(0, m)[None]).abs() <= 2.0,
+    ),
+    "differences cast to float": (
+        "sliding window (2, all)",
+        12,
+        12,
+        lambda n, m: (torch.arange(n)[:, None] - torch.arange(m)[None]).float() < 3,
+    ),
+    "cast back": ("causal", 12, 12, lambda n, m: ordered(floats(0, n).long(), floats(0, m, torch.float64).long())),
+    "behind a cache": ("causal with offset 8", 5, 13, lambda n, m: ordered(floats(0, n) + (m - n), floats(0, m))),
+    "one query": ("none", 1, 13, lambda n, m: ordered(floats(m - n, n), floats(0, m))),
+    "one key": ("none", 7, 1, lambda n, m: ordered(floats(0, n), floats(0, m))),
+    "float16 as far as it counts": (
+        "causal with offset 2046", 3, 2049, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))
+    ),
+    "bfloat16 as far as it counts": (
+        "causal with offset 254", 3, 257, lambda n, m: ordered(floats(m - n, n, BF16), floats(0, m, BF16))
+    ),
+}  # fmt: skip
+# Beyond what their type holds two positions are one.
+ROUNDED_POSITIONS: dict[str, tuple[int, int, Keep]] = {
+    "float16": (3, 2050, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))),
+    "float16 at 4096": (3, 4099, lambda n, m: ordered(floats(m - n, n, F16), floats(0, m, F16))),
+    "bfloat16": (3, 258, lambda n, m: ordered(floats(m - n, n, BF16), floats(0, m, BF16))),
+    "bfloat16 and float32": (5, 300, lambda n, m: ordered(floats(m - n, n), floats(0, m, BF16))),
+    "integers cast to bfloat16": (5, 300, lambda n, m: ordered(torch.arange(m - n, m).bfloat16(), torch.arange(m))),
+    "float32": (5, 5, lambda n, m: ordered(floats(2**24 - 2, n), floats(2**24 - 2, m))),
+    "a sum in bfloat16": (5, 5, lambda n, m: ordered(floats(0, n, BF16) + 254, floats(0, m, BF16) + 254)),
+    "a difference in bfloat16": (
+        5, 5, lambda n, m: (floats(0, n, BF16) + 200 + floats(0, m, BF16)[:, None] + 60) >= 263
+    ),
+}  # fmt: skip
+
+
+def of_positions(make: Keep) -> Callable[..., Tensor]:
+    return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), lowest()), v)
+
+
+def test_positions_as_floats() -> None:
+    programs = {name: (of_positions(f), qkv(q_len=n, kv_len=m)) for name, (_, n, m, f) in OF_FLOATS.items()}
+    report = same_each(programs, targets=("sdpa",))
+    assert {n: site.mask for n, site in zip(OF_FLOATS, report.sites)} == {n: x for n, (x, *_) in OF_FLOATS.items()}
+
+
+def test_positions_that_their_type_rounds() -> None:
+    programs = {name: (of_positions(f), qkv(q_len=n, kv_len=m)) for name, (n, m, f) in ROUNDED_POSITIONS.items()}
+    report = same_each(programs, targets=("sdpa",))
+    named = {name: site.mask.split(",")[0] for name, site in zip(programs, report.sites)}
+    assert named == dict.fromkeys(programs, "dense")
+
+
+def test_positions_as_floats_at_any_length() -> None:
+    """How far a type has to count is not known then."""
+    report = same_each({"any": (of_positions(OF_FLOATS["float32"][-1]), OPERANDS)}, dynamic=True, targets=("sdpa",))
+    assert report.sites[0].mask.startswith("dense")
 
 
 # ---------------------------------------------------------------- matrices that are filled by a test on themselves
@@ -276,7 +394,20 @@ def written_afterwards(s: Tensor) -> Tensor:
     return m
 
 
+def partly_written(s: Tensor) -> Tensor:
+    m = filled(ones(s).triu(1), ones(s).triu(1) == 1)
+    m[:, ::2] = 0
+    return m
+
+
+def in_place(m: Tensor, value: float = 1, fill: float = -INF) -> Tensor:
+    m[m == value] = fill
+    return m
+
+
 BY_ITSELF: dict[str, tuple[str, Matrix]] = {
+    "in place": ("causal", lambda s: in_place(ones(s).triu(1))),
+    "in place, twice": ("causal", lambda s: in_place(in_place(ones(s).tril(), 0), 1, 0.0)),
     "torch until 1.12": ("causal", until_torch_1_12),
     "a triangle": ("causal", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 1)),
     "of whole numbers": ("causal", lambda s: filled(ones(s).triu(1), ones(s, torch.int64).triu(1) > 0)),
@@ -304,10 +435,16 @@ NOT_BY_ITSELF: dict[str, tuple[str, Matrix]] = {
         lambda s: filled(ones(s).triu(1).mT, ones(s).triu(1) == 1),
     ),
     "kept ones": ("additive, by distance", partial(until_torch_1_12, late=0.5)),
+    "in place by a number that masks nothing": (
+        "additive, by distance",
+        lambda s: in_place(ones(s).triu(1), fill=-2.0),
+    ),
+    "in place, another value": ("additive, by distance", lambda s: in_place(ones(s).triu(1), 3)),
     "no such value": ("additive, by distance", lambda s: filled(ones(s).triu(1), ones(s).triu(1) == 2)),
     "the other side": ("sliding window (0, all)", lambda s: filled(ones(s).tril(-1), ones(s).tril(-1) == 1)),
     "changed before it is tested": ("additive, by distance", changed_before_it_is_tested),
-    "written afterwards": ("additive", written_afterwards),
+    "written afterwards": ("causal or keys from 5 to 6", written_afterwards),
+    "every second column written": ("additive", partly_written),
 }
 
 
@@ -399,7 +536,18 @@ def test_a_number_is_compared_as_the_type_holds_it(name: str) -> None:
 
 # ---------------------------------------------------------------- lengths that differ
 
+
+def by_slices(n: int, m: int) -> Tensor:
+    """As nanochat does, with a cache before the queries."""
+    keep, past = torch.zeros((n, m), dtype=torch.bool), m - n
+    if past > 0:
+        keep[:, :past] = True
+    keep[:, past:] = lower(n, n)
+    return keep
+
+
 OFFSET: dict[str, Keep] = {
+    "by slices": by_slices,
     "arange from": lambda n, m: columns(m) <= torch.arange(m - n, m)[:, None],
     "added": lambda n, m: columns(m) <= rows(n) + (m - n),
     "tril": lambda n, m: lower(n, m, m - n),
@@ -419,8 +567,114 @@ def test_aligned_to_the_last_key(n: int, name: str) -> None:
         report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
         assert all(site.mask.startswith(name) for site in report.sites), (dynamic, str(report))
     whole, operands = Together([(fn, 3) for fn, _ in programs.values()]), qkv(q_len=n, kv_len=N)
-    read = check(whole, operands * len(programs), "export", sites=len(programs))
+    read = check(whole, operands * len(programs), "dynamo", sites=len(programs))
     assert {s: m.attention.mask.never_empty for s, m in zip(programs, read)} == dict.fromkeys(programs, True)
+
+
+def written(*parts: Callable[[Tensor, int], object], by: Callable[[int, int], Tensor] = by_slices) -> Keep:
+    """A mask that is written to once more, in front of a cache of that length or in it."""
+
+    def make(n: int, m: int) -> Tensor:
+        keep = by(n, m)
+        for part in parts:
+            part(keep, m - n)
+        return keep
+
+    return make
+
+
+def put(x: Tensor, rows: slice, columns: slice, value: bool | Tensor) -> None:
+    x[rows, columns] = value
+
+
+def none(n: int, m: int) -> Tensor:
+    return torch.zeros((n, m), dtype=torch.bool)
+
+
+ALL = slice(None)
+# Five queries and seven keys before them.
+SLICES: dict[str, tuple[str, Keep]] = {
+    "nanochat": ("causal with offset 7", by_slices),
+    "all hidden in front": (
+        "causal with offset 7 and keys from 7",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5)), by=none),
+    ),
+    "the other triangle": (
+        "sliding window (-7, all) or prefix (7)",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5).mT)),
+    ),
+    "one key is left out": (
+        "causal with offset 7 and (keys from 7 or prefix (6))",
+        written(lambda x, past: put(x, ALL, slice(past - 1, past), False)),
+    ),
+    "a key more, which the first row keeps": (
+        "causal with offset 7",
+        written(lambda x, past: put(x, ALL, slice(past + 1), True)),
+    ),
+    "two keys more": (
+        "causal with offset 7 or prefix (9)",
+        written(lambda x, past: put(x, ALL, slice(past + 2), True)),
+    ),
+    "written over by nothing": ("causal with offset 7", written(lambda x, past: put(x, ALL, slice(3, 3), False))),
+    "keys hidden afterwards": (
+        "keys from 5 or prefix (3)",
+        written(lambda x, past: put(x, ALL, ALL, True), lambda x, past: put(x, ALL, slice(3, 5), False)),
+    ),
+    "a row shown afterwards": ("dense", written(lambda x, past: put(x, slice(2, 3), ALL, True))),
+    "shown afterwards": ("none", written(lambda x, past: put(x, ALL, ALL, True))),
+    "every second key": ("dense", written(lambda x, past: put(x, ALL, slice(0, None, 2), False))),
+    "the cache behind": (
+        "causal or keys from 5",
+        written(
+            lambda x, past: put(x, ALL, slice(5), lower(5, 5)),
+            lambda x, past: put(x, ALL, slice(5, None), True),
+            by=none,
+        ),
+    ),
+    "a triangle that begins later": (
+        "causal with offset 6",
+        written(lambda x, past: put(x, ALL, slice(past, None), lower(5, 5, -1))),
+    ),
+    "given by an operation out of place": (
+        "causal with offset 7",
+        lambda n, m: torch.slice_scatter(torch.ones(n, m, dtype=torch.bool), lower(n, n), 1, m - n),
+    ),
+    "filled in place": (
+        "prefix (7)",
+        written(lambda x, past: x[:, :past].fill_(True), by=none),
+    ),
+}  # fmt: skip
+
+
+def test_masks_written_by_slices() -> None:
+    """Each is named for what it keeps in the end; what is written over, or by another slice, counts for nothing."""
+
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=make(q.shape[2], k.shape[2]))
+
+    programs = {name: (program(make), qkv(q_len=5, kv_len=12)) for name, (_, make) in SLICES.items()}
+    report = same_each(programs, targets=("sdpa",))
+    assert {n: site.mask for n, site in zip(SLICES, report.sites)} == {n: name for n, (name, _) in SLICES.items()}
+
+
+@pytest.mark.parametrize("lengths", [(5, 12), (7, 13), (2, 3)])
+def test_a_mask_written_by_slices_at_any_length(lengths: tuple[int, int]) -> None:
+    """The program asks whether there is a cache; that there is one holds wherever it runs as compiled."""
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", targets=("sdpa",), choose="fused", on_error="raise")
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = by_slices(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.25)
+
+    compiled = torch.compile(program, backend=backend, dynamic=True)
+    with attn_pass.record() as report:
+        for n, m in (lengths, (3, 17), (11, 12), (9, 9), (6, 6), (1, 4), (1, 1)):
+            given = qkv(q_len=n, kv_len=m)
+            torch.testing.assert_close(compiled(*given), program(*(x.double() for x in given)).float())
+    assert {str(site.mask).partition(" offset")[0] for site in report.sites} <= {"causal with", "causal", "none"}, (
+        report
+    )
 
 
 # ---------------------------------------------------------------- matrices in the spellings of well-known programs
@@ -455,7 +709,8 @@ MATRICES: dict[str, tuple[str, Keep]] = {
     "Llama 3, at the start": ("causal", lambda n, m: torch.hstack([torch.zeros((n, 0)), hidden(n)])),
     "rows below": ("causal", lambda n, m: torch.vstack([hidden(n), torch.zeros((0, n))])),
     "keys that are not there yet": ("causal", lambda n, m: F.pad(hidden(n), (0, m - n), value=-INF)),
-    "a part filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(2))),
+    "a part filled again": ("causal", lambda n, m: filled_in_place(n, n, slice(2))),
+    "every second row filled again": ("additive", lambda n, m: filled_in_place(n, n, slice(0, None, 2))),
     "filled with a number that hides nothing": ("additive, by distance", lambda n, m: of_fairseq(n, n, -2.0)),
     "filled late": ("none", lambda n, m: filled_late(n, n)),
     "more than one cache": ("additive", lambda n, m: torch.hstack([torch.ones((n, m - n)), hidden(n)])),
@@ -469,8 +724,16 @@ BEFORE: dict[str, tuple[str, Keep]] = {  # a cache in front
     "Llama 3": ("causal with offset 4", lambda n, m: torch.hstack([torch.zeros((n, m - n)), hidden(n)])),
     "padded": ("causal with offset 4", lambda n, m: F.pad(hidden(n), (m - n, 0))),
     "padded truth values": (
-        "causal with offset 4 or prefix (4)",
+        "causal with offset 4",
         lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=True), -INF),
+    ),
+    "truth values padded by false": (
+        "causal with offset 4 and keys from 4",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n), (m - n, 0), value=False), -INF),
+    ),
+    "the other triangle padded by true": (
+        "sliding window (-4, all) or prefix (4)",
+        lambda n, m: torch.zeros(()).masked_fill(~F.pad(lower(n, n).mT, (m - n, 0), value=True), -INF),
     ),
     "one further": ("causal with offset 5", lambda n, m: F.pad(hidden(n, 2), (m - n, 0))),
     "a hidden cache": ("causal with offset 4 and keys from 4", lambda n, m: F.pad(hidden(n), (m - n, 0), value=-INF)),
@@ -589,11 +852,24 @@ def padded(mask: Tensor) -> Tensor:
     return mask[:, None, None, :] != 0
 
 
+def written_after_its_test(x: Tensor) -> Tensor:
+    m = x.float().clone()
+    test = m == 1
+    m[..., 3:] = 1
+    m[test] = -INF
+    return m
+
+
 RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
     "padding": ("padding", MASK, lambda s, x: s.masked_fill(~padded(x), lowest())),
     "bool padding": ("padding", MASK.bool(), lambda s, x: torch.where(x[:, None, None], s, -INF)),
     "mask == 0": ("padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, None].expand(-1, 1, N, -1), -1e9)),
     "added padding": ("padding", MASK, lambda s, x: s + (1.0 - x[:, None, None].float()) * lowest()),
+    "padding filled by a test on itself": (
+        "padding",
+        MASK.bool(),
+        lambda s, x: s + filled(filled(x[:, None, None].float(), ~x[:, None, None]), x[:, None, None], 0.0),
+    ),
     "indexed padding": (
         "padding",
         MASK.bool(),
@@ -664,6 +940,28 @@ def test_what_depends_on_values_is_never_assumed() -> None:
             a, where = meaning.attention, (case, dialect)
             assert str(a.mask) == name and not a.mask.structure.is_exact, where
             assert not a.mask.never_empty and not a.is_causal, where
+
+
+# What is added of padding that is given, and what it is proved to be where it is not 0.
+FILLS: dict[str, tuple[tuple[float, ...] | None, Callable[[Tensor], Tensor]]] = {
+    "by a test on itself": ((-INF,), lambda x: in_place(x.float())),
+    "by the padding": ((-INF,), lambda x: x.float().masked_fill(x, -INF)),
+    "by both values": ((-1e9,), lambda x: filled(filled(x.float(), ~x, -1e9), x, 0.0)),
+    "by another value": (None, lambda x: in_place(x.float(), 2)),
+    "by no mask": (None, lambda x: in_place(x.float(), fill=-2.0)),
+    "written to after its test": (None, written_after_its_test),
+    "changed before": (None, lambda x: in_place(x.float().add_(1))),
+    "written to in between": (None, lambda x: x.float().masked_fill(x.logical_or_(columns(N) == 0), -INF)),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_what_a_matrix_of_padding_holds(name: str) -> None:
+    """A test on a value that is given tells its branches apart, as long as nothing writes to it between."""
+    fills, make = FILLS[name]
+    operands = (*OPERANDS, (MASK == 0)[:, None, None])
+    (meaning,) = check(lambda q, k, v, x: attend(scores(q, k) + make(x), v), operands, "dynamo")
+    assert meaning.attention.mask.fills == fills
 
 
 def test_a_buffers_values_are_not_relied_on() -> None:

@@ -98,6 +98,67 @@ def filled_by_a_tensor(x: Tensor) -> Tensor:
     return mask
 
 
+def after(*writes: Callable[[Tensor], object], dtype: torch.dtype = torch.bool) -> Callable[[Tensor], Tensor]:
+    """A program that writes to parts of a matrix of zeros."""
+
+    def run(x: Tensor) -> Tensor:
+        mask = torch.zeros(N, N + 2, dtype=dtype)
+        for write in writes:
+            write(mask)
+        return mask
+
+    return run
+
+
+def put(mask: Tensor, index: Any, value: Any) -> None:
+    mask[index] = value
+
+
+ALL, SHORT = slice(None), slice(2, None)
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a cache and a triangle": after(lambda m: put(m, (ALL, slice(2)), True), lambda m: put(m, (ALL, SHORT), causal())),
+    "a triangle in the middle": after(lambda m: put(m, (slice(1, 5), slice(3, 7)), causal()[:4, :4])),
+    "written over": after(lambda m: put(m, (ALL, SHORT), causal()), lambda m: put(m, slice(1, 3), True)),
+    "written over in part": after(lambda m: put(m, slice(3), True), lambda m: put(m, (slice(1, 4), slice(5)), False)),
+    "one row": after(lambda m: put(m, 3, True), lambda m: put(m, (..., -1), True)),
+    "one element": after(lambda m: put(m, (2, 3), True)),
+    "a row for all": after(lambda m: put(m, (slice(1, None),), torch.arange(N + 2) * 2), dtype=torch.int64),
+    "a column for all": after(lambda m: put(m, (ALL, slice(-3, -1)), torch.arange(N)[:, None]), dtype=torch.float32),
+    "floats in whole numbers": after(lambda m: put(m, (ALL, slice(4)), 2.75), dtype=torch.int64),
+    "numbers in truth values": after(lambda m: put(m, (ALL, SHORT), torch.ones(N, N).triu(1) * 2)),
+    "truth values in floats": after(lambda m: put(m, (ALL, SHORT), causal()), dtype=torch.float32),
+    "a number that is rounded": after(lambda m: put(m, (ALL, SHORT), 0.1), dtype=torch.bfloat16),
+    "filled behind a view": filled_behind_a_view,
+    "copied behind a view": after(lambda m: m[:, 2:].copy_(causal())),
+    "masked behind a view": after(lambda m: m[:, 2:].masked_fill_(causal(), -1.5), dtype=torch.float32),
+    "written, and masked behind a view": after(
+        lambda m: put(m, slice(3), 2.0), lambda m: m[:, 2:].masked_fill_(causal(), -1.5), dtype=torch.float32
+    ),
+    "behind views": after(lambda m: put(m.t()[1:][None], (0, slice(1, None)), causal().t())),
+    "itself, moved": after(lambda m: put(m, 0, True), lambda m: put(m, slice(1, 3), m[:2].clone())),
+    "by its own values": after(
+        lambda m: put(m, (ALL, SHORT), causal()), lambda m: put(m, m == 1, -2.5), dtype=torch.float32
+    ),
+    "by truth values": after(lambda m: put(m, (ALL, torch.arange(N + 2) > 4), True)),
+    "by numbers of a triangle": after(lambda m: put(m, tuple(torch.triu_indices(N, N + 2, 1)), True)),
+    "by index_put_": after(lambda m: m[:, 2:].index_put_((causal(),), torch.tensor(3.0)), dtype=torch.float32),
+    "by index_put": lambda x: torch.index_put(torch.zeros(N, N), (causal(),), torch.tensor(2.0)),
+    "a slice, out of place": lambda x: torch.slice_scatter(torch.zeros(N, N + 2), torch.ones(N, N).tril(), 1, 2),
+    "a row, out of place": lambda x: torch.select_scatter(torch.zeros(N, N), torch.arange(N) * 1.0, 0, 4),
+    "copied out of place": lambda x: torch.ops.aten.copy.default(torch.zeros(2, N), torch.arange(N)),
+}
+# What cannot be said without reading the matrix.
+NOT_WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second row": after(lambda m: put(m, slice(0, None, 2), True)),
+    "rows by number": after(lambda m: put(m, torch.tensor([1, 4]), True)),
+    "added up": after(lambda m: m.index_put_((m == 0,), torch.tensor(1.0), accumulate=True), dtype=torch.float32),
+    "a triangle behind a view": after(lambda m: put(m, ALL, True), lambda m: m[:, 2:].tril_()),
+    "flattened": after(lambda m: put(m.view(-1), slice(9), True)),
+    "bytes": after(lambda m: put(m, (ALL, SHORT), causal()), dtype=torch.uint8),
+    "by position of another": after(lambda m: put(m, (ALL, SHORT), causal()), lambda m: m.diagonal().fill_(False)),
+}
+
+
 def pieces(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros(2, dtype=torch.int64), torch.arange(4)])
 
@@ -134,7 +195,17 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "padded": lambda x: F.pad(torch.ones(N, N).tril(), (2, 1)),
     "padded with a number": lambda x: F.pad(torch.arange(12).view(3, 4), (0, 1, 2, 0), value=-1),
     "padded truth values": lambda x: F.pad(causal(), (3, 0), value=True),
+    "a grid": lambda x: torch.meshgrid(torch.arange(N), torch.arange(4) * 2, indexing="ij")[0],
+    "a grid's columns": lambda x: torch.meshgrid(torch.arange(N), torch.arange(4) * 2, indexing="ij")[-1],
+    "a grid of x": lambda x: torch.meshgrid([torch.arange(N), torch.arange(4) * 2], indexing="xy")[0],
+    "a grid of y": lambda x: torch.meshgrid([torch.arange(N), torch.arange(4) * 2], indexing="xy")[1],
+    "a grid of x, y and z": lambda x: torch.meshgrid(
+        torch.arange(N), torch.arange(4), torch.arange(2) * 3, indexing="xy"
+    )[2],
+    "a grid of one": lambda x: torch.meshgrid(torch.arange(N), torch.tensor(3), torch.arange(1), indexing="ij")[1],
+    "a grid, written before": lambda x: torch.meshgrid(torch.arange(N).add_(2), torch.arange(4), indexing="ij")[0],
     "cut by padding": lambda x: F.pad(torch.arange(12).view(3, 4), (-1, 2, 1, -2), value=5),
+    **{f"written: {name}": program for name, program in WRITTEN.items()},
 }
 
 
@@ -165,14 +236,16 @@ LOADING: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "floor": (lambda x: torch.div(x, 0.5, rounding_mode="floor"), {"l_x_"}),
     "where": (lambda x: torch.where(causal()[:4, :4], x, 2.0), {"l_x_"}),
     "written in place": (steps_then_more, {"l_x_"}),
-    "filled behind a view": (filled_behind_a_view, {"mask"}),
     "filled by a tensor": (filled_by_a_tensor, {"mask"}),
     "vectors side by side": (lambda x: torch.hstack([torch.zeros(2), torch.ones(3)]), {"hstack"}),
     "vectors as columns": (lambda x: torch.column_stack([torch.zeros(2), torch.ones(2)]), {"column_stack"}),
     "vectors below each other": (lambda x: torch.vstack([torch.zeros(2), torch.ones(2)]), {"vstack"}),
     "padded input": (lambda x: F.pad(x, (1, 2)), {"pad"}),
     "padded by what is there": (lambda x: F.pad(torch.ones(1, N, N).tril(), (1, 2), mode="replicate"), {"pad"}),
-    "written in part": (partly_written, {"y"}),
+    "written in part": (partly_written, {"l_x_"}),
+    "written from what is read": (lambda x: after(lambda m: put(m, (ALL, slice(4)), x[0] > 0))(x), {"mask"}),
+    "written from one number": (lambda x: after(lambda m: put(m, (ALL, slice(4)), x[0, 0] > 0))(x), {"l_x_"}),
+    **{f"written: {name}": (program, {"mask"}) for name, program in NOT_WRITTEN.items()},
     "something else": (lambda x: x.cumsum(0) + 1, {"cumsum"}),
 }
 
@@ -210,7 +283,7 @@ def test_an_element_is_what_it_was_at_the_time() -> None:
 
     order = reader.order
     assert at(order[added]) == Const(0.0) and at(order[set_]) == Const(5.0)
-    assert isinstance(at(order[set_] + 1), Load), "a part was written: known by reading it alone"
+    assert at(order[set_] + 1) == Const(5.0) and reader.element(zeros, (1,), order[set_] + 1) == Const(7.0)
     assert reader.definition(zeros, order[added])[0] is zeros
     assert reader.definition(zeros, order[set_])[0] is added
     assert reader.definition(zeros, order[set_] + 1) == (zeros, None), "what wrote a part is not what it is"

@@ -10,7 +10,6 @@ from against_eager import NEG_INF, exported_each, randn, same, same_each
 from torch import Tensor
 
 import attn_pass
-from attn_pass.compat import TORCH_VERSION
 from attn_pass.targets.base import FINITE_KEYS
 
 Change = Callable[[Tensor, Tensor, Tensor], None]  # scores (2, 4, 8, 8), a tensor like them, a bias (2, 4, 7, 7)
@@ -223,9 +222,7 @@ def test_one_program_adds_to_a_part_at_every_length(change: Change) -> None:
 
 
 # Decomposed, a place is one number, and what is written there is selected by it: the scores are read at two places.
-# Torch 2.15 reads nothing of what is written over with a number.
 TWO_PLACES = [graphormer_by_numbers, counted_from_behind, more_dimensions_than_the_part]
-TWO_PLACES += [one_key] if TORCH_VERSION < (2, 15) else []
 DECOMPOSED = [*(c for c in READ if c not in TWO_PLACES), rows_but_one, between, all_but_the_last, added_then_filled]
 
 

@@ -131,6 +131,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "prefix": (masked(prefix), qkv(**BIG)),
     "sinks and window": (masked(sinks_and_window), qkv(**BIG)),
     "chunks": (masked(chunks), qkv(**BIG)),
+    "chunks up to the own": (masked(lambda i, j: j // 100 <= i // 100), qkv(**BIG)),
     "dilated": (masked(dilated), qkv(**BIG)),
     "alibi": (alibi, qkv(**BIG)),
     "documents": (documents, (*qkv(**BIG), IDENTITIES)),

@@ -30,7 +30,15 @@ def test_the_blocks_are_the_ones_that_count(name: str, grad: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "blocks"),
-    [("soft cap", 9), ("causal and soft cap", 6), ("window", 5), ("prefix", 6), ("documents", 6), ("alibi", 6)],
+    [
+        ("soft cap", 9),
+        ("causal and soft cap", 6),
+        ("window", 5),
+        ("prefix", 6),
+        ("documents", 6),
+        ("alibi", 6),
+        ("chunks up to the own", 8),
+    ],
 )
 def test_hidden_blocks_are_skipped(name: str, blocks: int) -> None:
     fn, inputs = CASES[name]
