@@ -215,12 +215,20 @@ def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, d
         same = deep(reader, scores, reduce(partial(apply, "or"), masks))
         if any_finite and _may_mask(reader, scores, inner):
             continue
-        written = any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same))
-        if not written and set(conjuncts(same, negated=True)) == wanted:
+        settled = all(_is_settled(reader, reader.source_nodes[x.source]) for x in loads(same))
+        if settled and set(conjuncts(same, negated=True)) == wanted:
             for mask in reversed(masks):
                 inner = apply("where", mask, Const(NEGATIVE_INFINITY), inner)
             return inner, is_weak
     raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
+
+
+def _is_settled(reader: Reader, node: Node) -> bool:
+    """Whether a tensor is no longer written once anything reads it, so that all who do read the same."""
+    writes, aliases = reader.effects.mutations(node), set(reader.effects.aliases(node))
+    passed = aliases.union(write.node for write in writes)
+    reads = [reader.order[user] for alias in aliases for user in alias.users if user not in passed]
+    return all(write.position < min(reads, default=0) for write in writes)
 
 
 def _outermost_mask(score: Expr) -> tuple[Expr, float, Expr] | None:

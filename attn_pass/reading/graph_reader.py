@@ -24,6 +24,7 @@ from attn_pass.reading.views import VIEWS, Position, view_of
 from attn_pass.reading.vocabulary import Call, tensor_dims, understand
 
 _MOST_STACKED = 64
+_TRIANGLES = ("tril", "triu")
 _STACKS = {"hstack": 1, "vstack": 0}  # the dimension of a matrix that they join along
 _MAY_MULTIPLY = PRODUCTS | {"linear", "sum"}
 
@@ -65,13 +66,15 @@ class GraphReader(ABC):
         return self._calls[node]
 
     def _into_a_tensor(self, node: Node) -> Call | None:
-        """A pointwise operation that writes to a tensor of its operands' type (``out=``): like one in place."""
+        """What writes to a tensor of its operands' type (``out=``), a triangle or pointwise: like one in place."""
         call, result = understand(node, into=self.written_by(node)), tensor_value(node)
-        if call is None or result is None or call.op not in POINTWISE:
+        if call is None or result is None or call.op not in (*POINTWISE, *_TRIANGLES):
             return None
-        fakes = [tensor_value(call.args.get(name)) for name in POINTWISE[call.op] if name not in ("condition", "mask")]
+        names = POINTWISE.get(call.op, ("input",))
+        fakes = [tensor_value(call.args.get(name)) for name in names if name not in ("condition", "mask")]
         alike = all(v.dtype == result.dtype for v in fakes if v is not None)
-        return Call(call.op, call.args, True) if alike and result.is_floating_point() else None
+        is_known = result.is_floating_point() or call.op in _TRIANGLES
+        return Call(call.op, call.args, True) if alike and is_known else None
 
     def result_call(self, node: Node) -> Call | None:
         """The operation of a node, and that of a product or softmax as well that writes to a tensor (``out=``)."""

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
-from attn_pass.model.expression import Const, Expr, apply, contains_dot, loads
+from attn_pass.model.expression import Const, Expr, apply, as_index, contains_dot, loads
+from attn_pass.model.index import is_nonnegative
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.piecewise import pieces
 from attn_pass.reading.dtype_range import WRAPPING, leaves_the_type, wraps_in_comparison
@@ -141,10 +142,13 @@ def _is_whole(value: Any, dtype: torch.dtype) -> bool:
 
 
 def _quotient(node: Node, call: Call, at: _At) -> Expr:
-    rounding = call.get("rounding_mode")
+    rounding, both = call.get("rounding_mode"), (at("input"), at("other"))
+    places = [as_index(value) for value in both]
+    if rounding == "trunc" and all(place is not None and is_nonnegative(place) for place in places):
+        rounding = "floor"
     if rounding not in (None, "floor"):
         raise Unreadable("a rounding division", node)
-    return apply("div" if rounding is None else "floordiv", at("input"), at("other"))
+    return apply("div" if rounding is None else "floordiv", *both)
 
 
 def _where(node: Node, call: Call, at: _At) -> Expr:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -222,3 +223,48 @@ def test_a_mask_that_is_written_between_is_left() -> None:
         return weights.masked_fill(mask, 0.0).masked_fill(pad, 0.0) @ v
 
     same(run, *qkv(), ANY_MASK, torch.zeros(2, 1, 1, 8, dtype=torch.bool), rewritten=0)
+
+
+def _with_a_diagonal(q: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(8, 8, dtype=torch.bool).fill_diagonal_(False)
+    return mask.eq(0), mask.eq(0)
+
+
+def _into_itself(q: Tensor) -> tuple[Tensor, Tensor]:
+    """ESPnet's, and WeNet's."""
+    ones = torch.ones(8, 8, dtype=torch.bool)
+    mask = torch.tril(ones, out=ones)
+    return mask.eq(0), mask.eq(0)
+
+
+def _written_before_the_second(q: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(8, 8, dtype=torch.bool).fill_diagonal_(False)
+    first = mask.eq(0)
+    mask[:, 3] = False
+    return first, mask.eq(0)
+
+
+def _second_of_a_view(q: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(8, 8, dtype=torch.bool).fill_diagonal_(False)
+    view = mask[2:]
+    first = mask.eq(0)
+    view[:, 0] = False
+    return first, mask.eq(0)
+
+
+@pytest.mark.parametrize(
+    "masks, named",
+    [
+        (_with_a_diagonal, "dense"),
+        (_into_itself, "causal"),
+        (_written_before_the_second, None),
+        (_second_of_a_view, None),
+    ],
+)
+def test_a_mask_that_is_written_before_it_is_read(masks: Callable[[Tensor], Any], named: str | None) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = masks(q)
+        return (q @ k.mT * 0.25).masked_fill(first, NEG_INF).softmax(-1).masked_fill(second, 0.0) @ v
+
+    report = same(run, *qkv(), rewritten=int(named is not None), reference=False)
+    assert named is None or report.sites[0].mask == named
