@@ -156,7 +156,7 @@ def _equal(difference: Index, key: Index, row: Index) -> list[Part] | None:
 
 def _ordered(margin: Index, key: Index, row: Index) -> list[Part] | None:
     """``margin >= 0`` of chunks: those up to the row's own (block causal) are what is before the row, and its chunk."""
-    chunks = _in_chunks(margin, key, row)
+    chunks = _in_chunks(margin, key, row) or _by_their_ends(margin, key, row)
     if chunks is None:
         return None
     if chunks.row_shift is None:
@@ -201,6 +201,23 @@ def _in_chunks(difference: Index, key: Index, row: Index) -> _Chunks | None:
     if of_row.divisor != size or difference != rest * sign + Poly.of(of_key) * sign - Poly.of(of_row) * sign:
         return None
     return _Chunks(sign, size, shift, of_row.value - row - rest * size)
+
+
+def _by_their_ends(margin: Index, key: Index, row: Index) -> _Chunks | None:
+    """What ``margin >= 0`` compares where a key is up to the last place of a row's chunk, or from its first place on.
+
+    ``key <= size * (row // size) + end`` says that ``(key + size - 1 - end) // size`` is at most ``row // size``.
+    """
+    for monomial, coefficient in terms_of(margin):
+        atom = monomial[0] if len(monomial) == 1 else None
+        if not isinstance(atom, Quotient) or atom.divisor != abs(coefficient) or axes(atom.value - row):
+            continue
+        sign = -1 if coefficient > 0 else 1
+        rest = margin - Poly.of(atom) * coefficient - key * sign
+        if axes(rest):
+            return None
+        return _Chunks(sign, atom.divisor, atom.divisor - 1 - rest if sign < 0 else rest, atom.value - row)
+    return None
 
 
 def _together(parts: list[Part]) -> tuple[Part, ...]:

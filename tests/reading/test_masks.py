@@ -126,6 +126,10 @@ NAMED: dict[str, dict[str, Keep]] = {
     },
     "causal or chunked (4)": {
         "chunks up to the own": lambda n, m: rows(n) // 4 >= columns(m) // 4,
+        "up to the end of the own": lambda n, m: columns(m) < (rows(n) // 4 + 1) * 4,
+        "toward zero": lambda n, m: (
+            torch.div(rows(n), 4, rounding_mode="trunc") >= columns(m).div(4, rounding_mode="trunc")
+        ),
         "not of a later chunk": lambda n, m: ~(columns(m) // 4 > rows(n) // 4),
         "before a later chunk": lambda n, m: columns(m) // 4 < rows(n) // 4 + 1,
         "or": lambda n, m: (columns(m) // 4 == rows(n) // 4) | (columns(m) <= rows(n)),
@@ -229,6 +233,15 @@ ALIKE: dict[str, tuple[str, Keep]] = {
         "causal with offset -4 or chunked (4) shifted by (0, -4)",
         lambda n, m: columns(m) // 4 < rows(n) // 4,
     ),
+    "chunks from the start of the own on": (
+        "sliding window (0, all) or chunked (4)",
+        lambda n, m: columns(m) >= rows(n) // 4 * 4,
+    ),
+    "chunks up to before the end of the own": (
+        "causal with offset -1 or chunked (4) shifted by (1, 0)",
+        lambda n, m: columns(m) < rows(n) // 4 * 4 + 3,
+    ),
+    "chunks of another length than their steps": ("dense", lambda n, m: columns(m) < (rows(n) // 4 + 1) * 3),
     "chunks of other lengths": ("dense", lambda n, m: columns(m) // 4 <= rows(n) // 3),
     "chunks up to the own, moved on": (
         "causal with offset -1 or chunked (4) shifted by (1, 0)",
