@@ -84,6 +84,15 @@ class Region:
 
     def describe(self) -> str:
         """The state in words, for a reason in a report: "autocast(cpu, bfloat16), gradients off"."""
+        return ", ".join(self._words()) or "no special state"
+
+    def apart_from(self, other: Region) -> str:
+        """What differs from another state, in words: "gradients off, without allow_tf32=False"."""
+        own, its = self._words(), other._words()
+        differs = [word for word in own if word not in its] + [f"without {word}" for word in its if word not in own]
+        return ", ".join(differs) or self.describe()
+
+    def _words(self) -> list[str]:
         words = [f"autocast({device}, {dtype_name(dtype)})" for device, dtype, on, _ in self.autocast if on and dtype]
         if self.autocast and not words:
             words.append("autocast off")
@@ -99,8 +108,7 @@ class Region:
         words += [f"inside {_level_name(level)}" for level in self.functorch]
         if self.saved_tensors_hooks:
             words.append("saved-tensor hooks changed")
-        words += [f"{name}{value}" for name, value in self.other]
-        return ", ".join(words) or "no special state"
+        return words + [f"{name}{value}" for name, value in self.other]
 
     @contextmanager
     def restore(self) -> Iterator[None]:

@@ -173,7 +173,7 @@ class UseDefWalk:
     def _check_region(self, node: Node) -> None:
         region = self.reader.regions.of(node)
         if region != self.region:
-            raise Unreadable(f"{_name(node)} runs under another context ({region.describe()})", node)
+            raise Unreadable(f"{_name(node)} runs under another context ({region.apart_from(self.region)})", node)
 
     def _check_transparent(self, call: Call, node: Node) -> None:
         value = tensor_value(call["input"])
