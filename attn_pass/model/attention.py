@@ -138,6 +138,7 @@ class Attention:
     nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
     clamped: bool = False  # the program clamps scores from below to a number that masks, whatever made them lower
     fill_is_weak: bool = False  # masked scores become a number that others may have, and their weights zero afterwards
+    is_term: bool = False  # the result is added up with others, whose weights the program adds up
     needs_grad: bool = False
     not_affine: str = ""  # why the scores are not a scaled product with a bias and a mask; empty if they are
     modified: Expr = DOT  # what bias and mask apply to where they are not

@@ -34,12 +34,13 @@ class Beside:
         if mode is None:
             raise CannotAdd(f"{self.node.name} is no plain fake tensor")
         fakes, named = map_arg((args, kwargs), fake_value)
-        grad = self.reader.regions.of(self.node).grad_enabled is not False
+        region = self.reader.regions.of(self.node)
+        grad = region.grad_enabled is not False
         guarding: AbstractContextManager[list[str]] = (
             nullcontext([]) if mode.shape_env is None else no_new_guards(mode.shape_env)
         )
         try:
-            with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), guarding:
+            with mode, enable_python_dispatcher(), region.restore(), torch.set_grad_enabled(grad), guarding:
                 fake = target(*fakes, **named)
         except Exception as error:
             raise CannotAdd(str(error)) from error

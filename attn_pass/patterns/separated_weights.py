@@ -18,6 +18,7 @@ from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.values import memory_order, tensor_value
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.beside import Beside, CannotAdd
+from attn_pass.reading.parts import Described
 from attn_pass.reading.products import Product
 from attn_pass.reading.reader import Reader
 
@@ -82,11 +83,19 @@ def with_others_of_sums(reader: Reader, sites: Sequence[Site]) -> list[Site]:
         if len(numbers) == len(products) and all(s.described is not None and not s.refusal for s in group.values()):
             for site in group.values():
                 site.partners, site.alone = tuple(group.values()), _ALONE
+            for n in numbers:
+                sites[n].described = _as_term(sites[n].described)
             continue
         for n, site in enumerate(sites):
             if id(site) in group:
                 sites[n] = replace(site, refusal=site.refusal or _ALONE, partners=(), unshared=None)
     return sites
+
+
+def _as_term(described: Described | None) -> Described:
+    """The same, with what its report has to say of a result that is rounded before it is added up."""
+    assert described is not None
+    return replace(described, attention=replace(described.attention, is_term=True))
 
 
 def _is_sum(reader: Reader, product: Product, node: Node) -> bool:

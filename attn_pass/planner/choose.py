@@ -16,7 +16,7 @@ from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import valid_range
 from attn_pass.report.units import duration
-from attn_pass.targets.base import CLAMP, FLEX, NAN_GUARD, WEAK_FILL, Offer, Refusal, Setting, Target
+from attn_pass.targets.base import CLAMP, FLEX, NAN_GUARD, TERM, WEAK_FILL, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
 from attn_pass.targets.registry import all_targets
@@ -183,7 +183,7 @@ def choose(
 def _assumed(attention: Attention) -> tuple[str, ...]:
     """What is assumed of the program's scores, whatever the form."""
     a = attention
-    every = ((a.nan_guard, NAN_GUARD), (a.clamped, CLAMP), (a.fill_is_weak, WEAK_FILL))
+    every = ((a.nan_guard, NAN_GUARD), (a.clamped, CLAMP), (a.fill_is_weak, WEAK_FILL), (a.is_term, TERM))
     return tuple(assumption for holds, assumption in every if holds)
 
 

@@ -31,7 +31,7 @@ from attn_pass.reading.partial_writes import Part, put_part, scattered_part, wri
 from attn_pass.reading.pointwise import POINTWISE, pointwise, rounded
 from attn_pass.reading.reach import SCATTERS
 from attn_pass.reading.reader import Reader
-from attn_pass.reading.scores import is_small
+from attn_pass.reading.scores import is_masking, is_small
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
@@ -361,10 +361,9 @@ def _lowest(call: Call, node: Node) -> Const | None:
     value = tensor_value(node)
     if value is None or not value.is_floating_point() or call["nan"] not in (None, 0) or call["posinf"] is not None:
         return None
-    lowest = call["neginf"]
-    if lowest is None:
-        return Const(torch.finfo(value.dtype).min)
-    return Const(float(lowest)) if isinstance(lowest, (int, float)) else None
+    lowest = torch.finfo(value.dtype).min if call["neginf"] is None else call["neginf"]
+    is_known = isinstance(lowest, (int, float)) and is_masking(float(lowest), value.dtype)
+    return Const(float(lowest)) if is_known else None  # a higher one is no bound: scores below it stay
 
 
 _LOGIC = ("not", "and", "or", "eq", "ne")

@@ -36,6 +36,10 @@ LEARNED_BIAS = (
     "its numbers are far above those that mask"
 )
 CLAMP = "a clamp of the scores to a number that masks serves masked keys: no row of other keys is -inf throughout"
+TERM = (
+    "results that the program would have had as one are rounded each, and added up: they neither cancel nor exceed the "
+    "range of their dtype"
+)
 WEAK_FILL = (
     "every row has scores far above the number that masked ones are filled with: their weights, which are set to zero "
     "afterwards, take no share of its sum"

@@ -163,9 +163,9 @@ SOFTMAXES = {
     ),
     "nan_to_num of masked scores": Pair(
         lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m))) @ v,
-        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m), neginf=-7.0)) @ v,
+        lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m), neginf=-1.0)) @ v,
         MASKED,
-        left="a guard against NaN",
+        left="nan_to_num is not a known operation of attention",
     ),
     "where isnan": Pair(
         lambda q, k, v, m: (lambda w: zeroed(w, torch.isnan(w)))(softmax(masked(q @ k.mT, m))) @ v,

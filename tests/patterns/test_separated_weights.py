@@ -141,6 +141,27 @@ def test_products_are_rounded_before_they_are_added_up(dtype: torch.dtype) -> No
     )
 
 
+def test_what_is_rounded_before_it_is_added_up_is_an_assumption() -> None:
+    """Results that cancel have the rounding of each, which the weights would not have had."""
+    inputs = (*qkv(2, 4), torch.tensor(0.3))
+    report = same(_two_halves, *inputs, rewritten=2, choose="fused")
+    assert all("rounded each" in text for site in report.sites for text in site.assumptions)
+    assert all(site.assumptions for site in report.sites)
+    report = same(_two_halves, *inputs, rewritten=0, choose="fused", numerics="strict")
+    assert all("rounded each" in site.reason or "added to others" in site.reason for site in report.sites)
+
+
+@pytest.mark.filterwarnings("error")
+def test_under_autocast(caplog: pytest.LogCaptureFixture) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, factor: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _two_halves(q, k, v, factor)
+
+    report = same(run, *qkv(2, 4), torch.tensor(0.3), choose="fused", reference=False)
+    assert not caplog.records, caplog.text
+    assert len(report.sites) == 2, [s.reason for s in report.sites]
+
+
 def test_verified() -> None:
     same(_every_other_head, *qkv(2, 4), torch.tensor(0.3), rewritten=2, choose="fused", verify="graph")
 
