@@ -236,7 +236,7 @@ SPELLINGS = {
     "a sink beside a window": Spelling(SinkBesideWindow, {"ends", "keep"}, {"ends", "keep"}),
     "a later key, by arange": Spelling(LaterKey, {"keep"}, {"keep"}, clean=True),
     "a prefix, by arange": Spelling(PrefixBeside, {"ends", "keep"}, {"ends", "keep"}, clean=True),
-    "unmasked afterwards": Spelling(UnmaskedLater, {"keep"}, {"keep"}, clean=True),
+    "unmasked afterwards": Spelling(UnmaskedLater, {"ends", "keep"}, {"ends", "keep"}, clean=True),
     "a prefix": Spelling(Prefix, {"keep"}, {"keep"}, clean=True),
 }
 

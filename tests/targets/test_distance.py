@@ -63,7 +63,7 @@ OTHERS: dict[str, Bias] = {
     "buckets of places": lambda i, j, t: buckets(i, 2 * j, t),
     "buckets chosen by the row": lambda i, j, t: torch.where(i > 9, buckets(i, j, t), 0.0),
     "a table of places": lambda i, j, t: t.T[:, (j + i) % 32],
-    "rounded positions": lambda i, j, t: SLOPES[:, None, None] * (j.bfloat16() - i.bfloat16()).float(),
+    "rounded positions": lambda i, j, t: SLOPES[:, None, None] * ((37 * j).bfloat16() - (37 * i).bfloat16()).float(),
 }
 
 
