@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -158,7 +159,7 @@ def test_under_autocast(caplog: pytest.LogCaptureFixture) -> None:
             return _two_halves(q, k, v, factor)
 
     report = same(run, *qkv(2, 4), torch.tensor(0.3), choose="fused", reference=False)
-    assert not caplog.records, caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
     assert len(report.sites) == 2, [s.reason for s in report.sites]
 
 
