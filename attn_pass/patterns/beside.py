@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node, map_arg
 
 from attn_pass.compat import no_new_guards
+from attn_pass.graph.allowed import pass_name
+from attn_pass.graph.edit import erase_unused
 from attn_pass.graph.values import fake_value, tensor_value, value_key
 from attn_pass.model.index import Index
 from attn_pass.reading.reader import Reader
@@ -18,6 +21,38 @@ from attn_pass.reading.reader import Reader
 
 class CannotAdd(Exception):
     """What was to be computed in another way is not that."""
+
+
+@dataclass(eq=False)
+class InPlace:
+    """Products that stand in the place of a node while a graph is read and decided; ``new`` is the node's value."""
+
+    old: Node
+    between: tuple[Node, ...]  # from the weights to the node
+    new: Node
+    products: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # all that were added
+
+    def __post_init__(self) -> None:
+        self.old.replace_all_uses_with(self.new)
+        pass_name(self.old, self.new)
+
+    @property
+    def idle(self) -> tuple[Node, ...]:
+        """The nodes that the products stand in the place of."""
+        return (*self.between, self.old)
+
+    def settle(self) -> bool:
+        """Stays where one of the products was rewritten; else the node is back."""
+        if any(product._erased for product in self.products):
+            if not self.old._erased:  # beside weights that stay
+                erase_unused(self.old.graph, [self.old])
+            return True
+        self.new.replace_all_uses_with(self.old)
+        pass_name(self.new, self.old)
+        for node in reversed(self.nodes):
+            node.graph.erase_node(node)
+        return False
 
 
 class Beside:

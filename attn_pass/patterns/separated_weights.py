@@ -7,17 +7,15 @@ one while the graph is read and decided. Their sites are partners: all of them a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
-from attn_pass.graph.allowed import pass_name
-from attn_pass.graph.edit import erase_unused
 from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.values import memory_order, tensor_value
 from attn_pass.patterns.base import Site
-from attn_pass.patterns.beside import Beside, CannotAdd
+from attn_pass.patterns.beside import Beside, CannotAdd, InPlace
 from attn_pass.reading.parts import Described
 from attn_pass.reading.products import Product
 from attn_pass.reading.reader import Reader
@@ -27,39 +25,7 @@ _MOST = 4  # softmaxes in one sum: each of them is multiplied with the values ag
 _ALONE = "the weights are added to others before the product"
 
 
-@dataclass(eq=False)
-class Separated:
-    """A product with a sum of weights, and the products with each of them, ``combined`` in its place."""
-
-    product: Node
-    between: tuple[Node, ...]  # from the weights to the product
-    products: tuple[Node, ...]
-    combined: Node
-    nodes: tuple[Node, ...]
-
-    def __post_init__(self) -> None:
-        self.product.replace_all_uses_with(self.combined)
-        pass_name(self.product, self.combined)
-
-    @property
-    def idle(self) -> tuple[Node, ...]:
-        """The nodes that the products stand in the place of."""
-        return (*self.between, self.product)
-
-    def settle(self) -> bool:
-        """Stays where one of the products was rewritten; else the one product is back."""
-        if any(product._erased for product in self.products):
-            if not self.product._erased:
-                erase_unused(self.product.graph, [self.product])
-            return True
-        self.combined.replace_all_uses_with(self.product)
-        pass_name(self.combined, self.product)
-        for node in reversed(self.nodes):
-            node.graph.erase_node(node)
-        return False
-
-
-def separate(graph: Graph, reader: Reader) -> list[Separated]:
+def separate(graph: Graph, reader: Reader) -> list[InPlace]:
     """Puts several products in the place of each product with a sum of softmaxes."""
     every = []
     for node in list(graph.nodes):
@@ -137,7 +103,7 @@ def _has_weights(reader: Reader, part: object, whole: Node) -> bool:
     return reader.shape(part) == reader.shape(whole)
 
 
-def _separated(graph: Graph, reader: Reader, product: Product, weights: Node) -> Separated | None:
+def _separated(graph: Graph, reader: Reader, product: Product, weights: Node) -> InPlace | None:
     node = product.node
     terms, between = _terms(reader, product, weights)
     start = min(reader.order[n] for n in between)
@@ -156,7 +122,7 @@ def _separated(graph: Graph, reader: Reader, product: Product, weights: Node) ->
     except CannotAdd:
         beside.take_back()
         return None
-    separated = Separated(node, tuple(between), tuple(products.values()), combined, tuple(beside.nodes))
+    separated = InPlace(node, tuple(between), combined, tuple(products.values()), tuple(beside.nodes))
     for each in separated.products:
         reader.put_in_place(each, separated.idle)
     reader.forget(combined.users)

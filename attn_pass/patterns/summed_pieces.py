@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from attn_pass.graph.allowed import pass_name
-from attn_pass.graph.edit import erase_unused
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Axis, Index, axis_index
-from attn_pass.patterns.beside import Beside, CannotAdd
+from attn_pass.patterns.beside import Beside, CannotAdd, InPlace
 from attn_pass.reading.products import Product
 from attn_pass.reading.reader import Reader
 
@@ -24,35 +22,10 @@ aten = torch.ops.aten
 
 
 @dataclass(eq=False)
-class Summed:
-    """A sum of products, and the one product that stands in its place."""
+class Summed(InPlace):
+    """One product in the place of a sum of products, and its joined ``values``."""
 
-    sum: Node
-    between: tuple[Node, ...]  # from the weights to the sum
     values: Node
-    product: Node
-    nodes: tuple[Node, ...]
-
-    def __post_init__(self) -> None:
-        self.sum.replace_all_uses_with(self.product)
-        pass_name(self.sum, self.product)
-
-    @property
-    def idle(self) -> tuple[Node, ...]:
-        """The nodes that the product stands in the place of."""
-        return (*self.between, self.sum)
-
-    def settle(self) -> bool:
-        """Stays where the product was rewritten; else the sum is back."""
-        if self.product._erased:
-            if not self.sum._erased:  # beside weights that stay
-                erase_unused(self.sum.graph, [self.sum])
-            return True
-        self.product.replace_all_uses_with(self.sum)
-        pass_name(self.product, self.sum)
-        for node in reversed(self.nodes):
-            node.graph.erase_node(node)
-        return False
 
 
 def join_sums(graph: Graph, reader: Reader) -> list[Summed]:
@@ -65,8 +38,8 @@ def join_sums(graph: Graph, reader: Reader) -> list[Summed]:
         joined = _joined(graph, reader, node, terms)
         if joined is not None:
             every.append(joined)
-            reader.put_in_place(joined.product, joined.idle)
-            reader.effects.put_in_place_of(joined.product, node)  # what writes to the sum writes to it
+            reader.put_in_place(joined.new, joined.idle)
+            reader.effects.put_in_place_of(joined.new, node)  # what writes to the sum writes to it
     return every
 
 
@@ -131,7 +104,7 @@ def _joined(graph: Graph, reader: Reader, node: Node, terms: list[tuple[Node, ..
         beside.take_back()
         return None
     between = dict.fromkeys(n for p in in_order for n in p.nodes) | dict.fromkeys(additions)
-    return Summed(node, tuple(between), joined, product, tuple(beside.nodes))
+    return Summed(node, tuple(between), product, (product,), tuple(beside.nodes), joined)
 
 
 def _piece(reader: Reader, node: Node, end: Node) -> _Piece | None:
