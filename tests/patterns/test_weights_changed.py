@@ -252,9 +252,17 @@ def _second_of_a_view(q: Tensor) -> tuple[Tensor, Tensor]:
     return first, mask.eq(0)
 
 
+def _at_places_of_the_query(q: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(8, 8, dtype=torch.bool).fill_diagonal_(False)
+    first = mask.eq(0)
+    mask[q[0, 0, :2, 0].long().abs() % 8] = False
+    return first, mask.eq(0)
+
+
 @pytest.mark.parametrize(
     "masks, named",
     [
+        (_at_places_of_the_query, None),
         (_with_a_diagonal, "dense"),
         (_into_itself, "causal"),
         (_written_before_the_second, None),
