@@ -16,6 +16,7 @@ from attn_pass.model.expression import Const, Expr, apply, expression_axes, load
 from attn_pass.model.index import Axis, axes
 from attn_pass.patterns.after_product import Ending, reach_from, sink_of_share
 from attn_pass.patterns.base import still_held
+from attn_pass.patterns.masked_exponentials import masked_before_the_sum
 from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
 from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, read_sinks, sink_positions
 from attn_pass.patterns.softmax_forms import Softmax
@@ -165,6 +166,7 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
     value = tensor_value(c.read.input)
     assert value is not None
     is_weak = False
+    score, masking = masked_before_the_sum(reader, c.read, above.at_softmax, above.keys, walk, score, above.made_of)
     if above.made_of.zeroed is not None:
         score, is_weak = masked_once(reader, score, walk, above.made_of.zeroed, value.dtype)
     score, sink, beside = _with_sink(c, above, walk, score, time)
@@ -181,7 +183,7 @@ def _read_scores(c: Candidate, above: _Above) -> _Scores:
         for form in forms:
             check_no_shift(form, above.keys, c.scores_product)
     times = (p.times for p in (c.product, product) if p.times is not None)
-    nodes = (*passed, *beside, *reader.instead_of(c.product.node), *times)
+    nodes = (*passed, *masking, *beside, *reader.instead_of(c.product.node), *times)
     return _Scores(walk, product, at_product, score, sink, plain, is_weak, nodes)
 
 

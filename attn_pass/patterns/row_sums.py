@@ -19,7 +19,10 @@ from attn_pass.reading.vocabulary import Call, tensor_dims
 
 @dataclass(frozen=True)
 class Exponential:
-    """``exp(scale * (input - shift))``, where ``shift`` is the same for all elements of a row, or None."""
+    """``exp(scale * (input - shift))``, where ``shift`` is the same for all elements of a row, or None.
+
+    With ``unmasked`` it is 0 where that node, the exponential itself, was masked.
+    """
 
     node: Node
     input: Node
@@ -27,6 +30,7 @@ class Exponential:
     shift: Node | None
     scale: float
     nodes: tuple[Node, ...]
+    unmasked: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Denominator:
 # ---------------------------------------------------------------- exponentials
 
 BASES: Mapping[str, float] = {"exp": 1.0, "exp2": math.log(2.0)}
+# What masks exponentials, and which of its operands they may be.
+_MASKING = {"mul": ("input", "other"), "masked_fill": ("input",), "where": ("input", "other")}
+_MOST_MASKS = 3  # one after another
 
 
 def row_axes(reader: Reader, node: Node) -> Position:
@@ -50,9 +57,11 @@ def row_axes(reader: Reader, node: Node) -> Position:
     return tuple(axis_index(Axis(f"{node.name}.{n}", size)) for n, size in enumerate(reader.shape(node)))
 
 
-def read_exponential(reader: Reader, node: Node) -> Exponential | None:
-    """``exp(x)``, ``exp(x - m)`` or powers of two; None for anything else."""
+def read_exponential(reader: Reader, node: Node, masks: int = _MOST_MASKS) -> Exponential | None:
+    """``exp(x)``, ``exp(x - m)`` or powers of two, of which some may be masked; None for anything else."""
     call = reader.call(node)
+    if call is not None and call.op in _MASKING and masks and not call.in_place:
+        return _masked(reader, node, call, masks - 1)
     if call is None or call.op not in BASES or call.in_place or not isinstance(call["input"], Node):
         return None
     inner, scale = call["input"], BASES[call.op]
@@ -68,6 +77,20 @@ def read_exponential(reader: Reader, node: Node) -> Exponential | None:
     if tensor_value(scores) is None or reader.shape(scores) != reader.shape(inner):
         return plain
     return replace(plain, input=scores, shift=shift, nodes=(node, inner))
+
+
+def _masked(reader: Reader, node: Node, call: Call, masks: int) -> Exponential | None:
+    """Exponentials to which a mask was applied that leaves zeros, or what has the form of one."""
+    for name in _MASKING[call.op]:
+        inner = call[name]
+        value, masked = tensor_value(inner), tensor_value(node)
+        if not isinstance(inner, Node) or value is None or masked is None or value.dtype != masked.dtype:
+            continue
+        exp = read_exponential(reader, inner, masks)
+        if exp is None or reader.shape(inner) != reader.shape(node) or reader.effects.mutations(inner):
+            continue
+        return replace(exp, node=node, nodes=(node, *exp.nodes), unmasked=exp.unmasked or inner)
+    return None
 
 
 def _same_exponential(reader: Reader, node: object, exponentials: Node) -> tuple[Node, ...] | None:

@@ -37,6 +37,9 @@ class Softmax:
 
     It is ``exp(scale * input) / (sum exp(scale * input) + exp(sink))``; a sink that is a node has an element a row.
     ``by_logarithm``: the sum is taken off as its logarithm, which is lost next to a number that fills a whole row.
+    ``masked``: the exponentials that are summed, and what they were before a mask set some of them to zero. With
+    ``masked_before`` that is a softmax only where the scores are filled under the same mask: else the maximum that was
+    taken off may be a masked one, and what is added to the sum, or bounds it, counts beside the others.
     """
 
     input: Node
@@ -46,6 +49,8 @@ class Softmax:
     scale: float = 1.0
     sink: float | Node | None = None
     by_logarithm: bool = False
+    masked: tuple[Node, Node] | None = None
+    masked_before: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +138,7 @@ def _times_inverse(reader: Reader, node: Node, call: Call) -> Softmax | None:
     for top, factor in ((call["input"], call["other"]), (call["other"], call["input"])):
         if not isinstance(top, Node) or not isinstance(factor, Node) or tensor_value(factor) is None:
             continue
-        exp = reader.call(top)
-        if exp is None or exp.op not in BASES:
+        if read_exponential(reader, top) is None:
             continue
         form = _divided(reader, node, top, factor, inverse=True)
         if form is not None:
@@ -168,11 +172,14 @@ def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -
     """The softmax of these exponentials over this sum; None where the sum has something of its own beside them."""
     nodes = (node, *exp.nodes, *total.nodes)
     maximum = None if exp.shift is None else row_maximum(reader, exp.shift, exp.input, total.dim)
-    form = Softmax(exp.inner, total.dim, nodes, scale=exp.scale)
+    masked = None if exp.unmasked is None else (exp.node, exp.unmasked)
+    form = Softmax(exp.inner, total.dim, nodes, scale=exp.scale, masked=masked)
     if maximum is not None:
         form = replace(form, input=exp.input, nodes=(*nodes, *maximum))
     if total.at_least > (1.0 if maximum is not None else 0.0):
         return None
+    if masked is not None and total.at_least:
+        form = replace(form, masked_before=True)
     if total.added is None:
         return form
     if isinstance(total.added, float):
@@ -180,7 +187,7 @@ def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -
             return replace(form, sink=math.log(total.added)) if total.added > 0 else None
         # The greatest of the exponentials is 1: what half a unit in its last place holds does not change the sum.
         vanishes = maximum is not None and 0 <= total.added <= torch.finfo(total.added_dtype or torch.float64).eps / 2
-        return form if vanishes else None
+        return replace(form, masked_before=masked is not None) if vanishes else None
     return _with_sink(reader, form, exp, total)
 
 
