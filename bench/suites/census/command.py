@@ -14,7 +14,7 @@ import typer
 from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
-from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, tables
+from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, speed, tables
 from bench.suites.census.dataset import FolderError, NotMeasured, open_census
 from bench.suites.census.rows import Row, read_rows
 from bench.suites.census.workers import run_all
@@ -30,7 +30,7 @@ Limit = Annotated[float, typer.Option("--limit", help="Time limit per process in
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows and their conditions to this file.")]
 
 
-def _command(bench: ModuleType, names_start: str) -> Callable[..., None]:
+def _command(bench: ModuleType, names_start: str | tuple[str, ...]) -> Callable[..., None]:
     """Measures the models of the census whose names start so."""
 
     def measure(
@@ -58,14 +58,16 @@ def rows_of(bench: str, folder: Path, name: str) -> Iterator[Row]:
         yield {**row, "error": str(error)} if str(error) else row
 
 
-for _bench, _start, _about in (
+_COMMANDS: tuple[tuple[ModuleType, str | tuple[str, ...], str], ...] = (
     (export, "", "Export each model, rewrite the program, decomposed and not, and compare with eager."),
     (runtimes, "", "Export each model to ONNX Runtime and OpenVINO, stock and rewritten, and count their operators."),
     (sdpa, "hf/", "Compile transformers models that call SDPA, and count which calls the pass reads."),
     (rotary, "hf/", "Trace transformers models, and count the rotary embeddings and norms that are read."),
     (padding, "", "Compile each model, and list which regions run without padding, and why others do not."),
     (projections, "hf/", "Compile transformers models frozen, and count which projections are read, and which joined."),
-):
+    (speed, ("hf/", "timm/"), "Time larger models, compiled by stock Inductor and by the pass."),
+)
+for _bench, _start, _about in _COMMANDS:
     app.command(_bench.__name__.rpartition(".")[2], help=_about)(_command(_bench, _start))
 
 

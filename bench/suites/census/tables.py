@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from attn_pass.projections.groups import ALREADY
 from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
-_BENCHES = ("export", "sdpa", "rotary", "padding", "projections", "runtimes")
+_BENCHES = ("export", "sdpa", "rotary", "padding", "projections", "runtimes", "speed")
 
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
 NOT_OURS = (
@@ -47,6 +48,11 @@ def markdown(rows: Sequence[Row]) -> str:
             ran = [row for row in of_stage if row["status"] == "ok"]
             parts += [f"Runtime {stage}:", runtimes_table(of_stage), left_table(ran)]
         parts.append(troubles(translated))
+    if timed := of["speed"]:
+        for stage in dict.fromkeys(row["stage"] for row in timed if "speedup" in row):
+            of_stage = [row for row in timed if row["stage"] == stage and "speedup" in row]
+            parts += [f"{stage.capitalize()}:", speed_table(of_stage), slowest_table(of_stage)]
+        parts.append(troubles(timed))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -273,6 +279,49 @@ def _runtimes_cells(label: str, rows: Sequence[Row]) -> Row:
         "stock is wrong": wrong,
         **_bad(rows),
     }
+
+
+# ---- times ----
+
+_SLOWEST = 10
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """A line a family: how many models are faster than with stock, the same within the noise, and slower."""
+    return _by_title(_speed_cells(label, group) for label, group in by_family(rows))
+
+
+def _speed_cells(label: str, rows: Sequence[Row]) -> Row:
+    counted = Counter(row["verdict"] for row in rows)
+    speedups = [row["speedup"] for row in rows]
+    return {
+        **{"family": label, "models": len(rows), "attentions": sum(_attentions(row) for row in rows)},
+        "rewritten": sum(row["rewritten"] + row["calls_rewritten"] for row in rows),
+        **{what: counted[what] for what in ("faster", "same", "slower")},
+        **{"speedup, geometric mean": f"{statistics.geometric_mean(speedups):.2f}", "least": f"{min(speedups):.2f}"},
+        **{"greatest": f"{max(speedups):.2f}", "wrong numbers": sum(map(is_wrong, rows))},
+    }
+
+
+def _attentions(row: Row) -> int:
+    left = sum(site["kind"] == "attention" for site in row["left"])
+    return int(row["rewritten"] + row["calls_rewritten"] + left)
+
+
+def slowest_table(rows: Sequence[Row]) -> str:
+    """The models with the least speedup."""
+    header = ("model", "stock ms", "A/A ms", "attn_pass ms", "speedup", "by 10th percentiles", "noise", "verdict")
+    slowest = sorted(rows, key=lambda row: row["speedup"])[:_SLOWEST]
+    return _table(
+        header,
+        (
+            (
+                *(row["name"], *(f"{row[f'{way}_ms']:.2f}" for way in ("stock", "A/A", "attn_pass"))),
+                *(f"{row['speedup']:.3f}", f"{row['speedup_p10']:.3f}", f"{row['noise']:.1%}", row["verdict"]),
+            )
+            for row in slowest
+        ),
+    )
 
 
 # ---- what is left, what is wrong ----
