@@ -10,9 +10,10 @@ from typing import Any, Literal
 from torch.fx import Graph, Node
 
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.padding.added import added_mask, has_gradients, is_called_whole, is_trained
+from attn_pass.padding.added import added_mask, ancestors, has_gradients, is_called_whole, is_trained
 from attn_pass.padding.cross import Origins
 from attn_pass.padding.layouts import Rows
+from attn_pass.targets.given_masks import BELOW_ALL
 
 ADDED_IN_TRAINING = (
     "terms added to its scores may mask keys, and in training it is not known which"
@@ -27,6 +28,7 @@ Places = Literal["any", "between", "before"]
 None; those between the first and the last, so that distances stay; those before the last, so that positions stay.
 """
 _PLACES: tuple[Places, ...] = ("any", "between", "before")
+_LEAST_MASKING = 1e3  # a number that is meant to mask
 _BY_POSITION = ("prefix", "chunk", "chunk_rows", "chunk_keys")
 _COUNTED = ("before", "after", "start", "end", *_BY_POSITION, "shift")
 _KNOWN = (
@@ -184,6 +186,8 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
     mask_tensor = mask.keep if mask.added is None else mask.added
     if (value := tensor_value(mask_tensor)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
         return reason
+    if reason := _refusal_of_numbers(node, mask):
+        return reason
     masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
     if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
         return "the batch dimension of its call holds heads, as for a single sentence"
@@ -194,6 +198,21 @@ def _refusal_of_keep(shape: tuple[Any, ...], keys: Any) -> str:
     if len(shape) != 4 or shape[1] != 1 or shape[3] != keys or shape[2] not in (1, keys):
         return "its mask differs from head to head, or is one of some queries"
     return NO_PADDING if shape[2] != 1 and shape[0] == 1 else ""
+
+
+def _refusal_of_numbers(node: Node, mask: PaddingMask) -> str:
+    """Why a mask that is added rules out no key: it is made of a number that masks, but not whatever the scores are."""
+    bias, keep = node.kwargs.get("bias"), mask.keep
+    if not isinstance(bias, Node) or keep is None or bias not in ancestors((keep,)):
+        return ""
+    made_of = (x for n in ancestors((bias,)) for x in (*n.args, *n.kwargs.values()))
+    largest = max((abs(x) for x in made_of if isinstance(x, (int, float))), default=0)
+    if not _LEAST_MASKING <= largest < BELOW_ALL:
+        return ""
+    return (
+        f"{largest:g} in the mask that is added to its scores leaves masked keys a weight, however small;"
+        " torch.finfo(dtype).min leaves them none"
+    )
 
 
 def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:

@@ -1,9 +1,9 @@
 """Keys that a mask rules out, found at run time: it is an input of the graph, and has no known structure.
 
 Where scores are replaced, a row keeps the keys that its condition does; all of them where it keeps none, if the row is
-then the mean of all values. A matrix that is made once for all layers and passed in adds 0 to some scores and the
-dtype's lowest number to all others. A score with such a number added counts for nothing beside any other. So the keys
-that a row keeps are those whose element does not absorb a score, or all keys where every element does.
+then the mean of all values. A matrix that is made once for all layers and passed in adds 0 to some scores and a very
+low number to all others. A key has no weight if its element is lower than the highest of its row by more than scores
+differ. The other keys are kept: all of them where all elements are as low, in a fully masked row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import torch
 from attn_pass.graph.edit import Value, aten
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Expr, Load
-from attn_pass.model.mask import ABSORBING
+from attn_pass.model.index import is_at_most
 from attn_pass.targets.lower import Lowering
 
-_WIDE = (torch.float32, torch.bfloat16)  # their lowest numbers absorb a score in float32
+BELOW_ALL = 1e8  # scores do not differ by as much; -1e9 is the weakest of the usual numbers that do
+_WIDE = (torch.float32, torch.bfloat16)  # which hold such numbers
 
 
 def added(a: Attention) -> Load | None:
     """The tensor that is added to the scores as it is, if its numbers can tell which keys count; nothing else masks."""
     load = None if a.mask.bias is None or a.mask.keep is not None or a.not_affine else _loaded(a.mask.bias)
+    if not is_at_most(1, a.kv_len):  # of nothing there is no highest element
+        return None
     if load is None or a.sources[load.source].dtype not in _WIDE or a.score_dtype not in _WIDE:
         return None
     return load
@@ -38,9 +41,10 @@ def keep_of_added(lower: Lowering) -> Value:
     """The keys that may count under what is `added`, as a boolean tensor that broadcasts to (B, H, L, S)."""
     call, bias = lower.plan.call, lower.attention.mask.bias
     assert bias is not None
-    absorbs = call(aten.le.Scalar, lower.expression(bias, lower.mask_groups()), ABSORBING)
-    nothing = call(aten.all.dim, absorbs, -1, True)
-    return call(aten.logical_or.default, call(aten.logical_not.default, absorbs), nothing)
+    numbers = lower.expression(bias, lower.mask_groups())
+    lowest = call(aten.sub.Scalar, call(aten.amax.default, numbers, [-1], True), BELOW_ALL)
+    # Not lower, which -inf is not than itself, nor NaN than anything: its row stays NaN.
+    return call(aten.logical_not.default, call(aten.lt.Tensor, numbers, lowest))
 
 
 def keep_of_condition(lower: Lowering, condition: Expr, *, averages: bool) -> Value:

@@ -142,9 +142,47 @@ def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: floa
     assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
 
 
+@pytest.mark.parametrize("number", [LOWEST, NEG_INF, -1e9, -5.0])
+@pytest.mark.parametrize("name", [n for n in KEPT if n != "rows" and "row with" not in n])
+def test_a_mask_of_numbers_that_is_the_same_for_all_rows_is_inspected(name: str, number: float) -> None:
+    """As padding is: an element of it belongs to the products of all rows, so that few heads suffice."""
+    mask = added(KEPT[name], number).view(-1, 1, 1, 70)
+    q, k, v = qkv(2, 2, 20, 70, 16, kv_heads=2)
+    with torch.no_grad():
+        same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
+    calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
+    assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
+
+
+@pytest.mark.parametrize("number", [LOWEST, NEG_INF, -1e17, -1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_mask_of_numbers_keeps(number: float, dtype: torch.dtype) -> None:
+    """What is as low as the highest of its row is kept, and what is compared with NaN."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(gm)
+        return gm
+
+    kept = torch.arange(70) < torch.tensor([[40], [0], [70], [9]])
+    mask = added(kept, number).to(dtype)
+    mask[3, 20] = torch.nan
+    inputs = (*(x.to(dtype) for x in qkv(4, 2, 20, 70, 16, kv_heads=2)), mask[:, None, None, :])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(attend, backend=attn_pass.wrap(seen, choose="fused", targets=("cpu_kernel",)))(*inputs)
+    run = torch.fx.Interpreter(graphs[0], garbage_collect_values=False)
+    run.run(*inputs)
+    (keep,) = {n.kwargs["keep"] for n in graphs[0].graph.nodes if "attn_pass.attention" in str(n.target)}
+    wanted = kept.clone()
+    wanted[[1, 3]] = True
+    assert torch.equal(run.env[keep].view(4, 70), wanted)
+
+
 WHOLE = {
     "many rows of few heads": (20, 4, 64, torch.zeros(1, 1, 20, 70)),
     "many rows of each head": (20, 16, 64, torch.zeros(1, 16, 20, 70)),
+    "the same for a few more rows of few heads": (17, 1, 16, torch.zeros(1, 1, 1, 70)),
     "large beside the keys": (16, 1, 16, torch.zeros(1, 1, 16, 70)),
     "large in each head": (4, 4, 16, torch.zeros(1, 4, 4, 70)),
 }
