@@ -50,6 +50,12 @@ def pieces(expression: Expr) -> Pieces | None:
     return None if result is None else _merged(result)
 
 
+def where_it_is_one(expression: Expr) -> Expr | None:
+    """Where a factor is 1, of one that is 0 elsewhere: a truth value, a cast of one, and ``1 - mask``; else None."""
+    values = {float(value.value): condition for condition, value in pieces(expression) or ()}
+    return values[1.0] if set(values) == {0.0, 1.0} else None
+
+
 def _chosen(expression: Apply) -> Pieces | None:
     condition, yes, no = expression.args
     condition = as_condition(condition if is_boolean(condition) else apply("cast", condition, dtype=torch.bool))

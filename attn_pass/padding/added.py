@@ -8,17 +8,37 @@ gradient on; a sequence that has none is kept whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
+from attn_pass.graph.writes import call_writes
 from attn_pass.model.mask import ABSORBING
+from attn_pass.reading.views import VIEWS
 from attn_pass.reading.vocabulary import understand
 
 _WIDE = (torch.float32, torch.bfloat16)  # their lowest numbers absorb a score
+_BOTH, _ONE = ("input", "other"), ("input",)
+# What makes a mask of numbers, and the operands that the numbers are in.
+_OF_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("add", "sub", "rsub", "mul", "where", "method_where"), _BOTH),
+    **dict.fromkeys(("cast", "copy", "neg", "detach", *VIEWS), _ONE),
+    "clamp": _ONE,
+    "masked_fill": ("input", "value"),
+    "full": ("fill_value",),
+    "scalar": ("value",),
+}
+_FILLED = {"zeros": 0.0, "ones": 1.0}
+_COMBINING: Mapping[str, Callable[[float, float], float]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "rsub": lambda x, y: y - x,
+    "mul": operator.mul,
+}
 
 
 def added_mask(site: Node) -> Node | None:
@@ -73,6 +93,48 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
             seen.add(node)
             waiting += node.all_input_nodes
     return seen
+
+
+def behind_views(node: Node) -> Node:
+    """What a node is a view of, or a copy."""
+    call = understand(node)
+    while call is not None and (call.op in VIEWS or call.op == "copy") and isinstance(call["input"], Node):
+        node = call["input"]
+        call = understand(node)
+    return node
+
+
+def range_of_numbers(value: object) -> tuple[float, float] | None:
+    """The lowest and the highest number that a mask of numbers holds, as its program is written; None if they are not
+    known. What it is made of, truth values or integers, is taken for ones and zeros.
+    """
+    if isinstance(value, (int, float)):
+        return float(value), float(value)
+    if isinstance(value, Node) and _is_written(value):
+        return None
+    fake, call = tensor_value(value), understand(value) if isinstance(value, Node) else None
+    if call is not None and call.op in _FILLED:
+        return (_FILLED[call.op],) * 2
+    if fake is None or not fake.is_floating_point():
+        return None if fake is None else (0.0, 1.0)
+    if call is None or call.op not in _OF_NUMBERS or call.get("alpha", 1) != 1:
+        return None
+    parts = [range_of_numbers(call[name]) for name in _OF_NUMBERS[call.op]]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if call.op in _COMBINING:
+        (one, other), combine = known, _COMBINING[call.op]
+        ends = [combine(x, y) for x in one for y in other]
+        return (min(ends), max(ends))
+    return (-known[0][1], -known[0][0]) if call.op == "neg" else (min(x for x, _ in known), max(x for _, x in known))
+
+
+def _is_written(node: Node) -> bool:
+    """Whether something writes to a tensor, or to a view of it."""
+    written = any(write.target is node for user in node.users for write in call_writes(user))
+    views = (user for user in node.users if (call := understand(user)) is not None and call.op in VIEWS)
+    return written or any(map(_is_written, views))
 
 
 def between_sum_and_mask(site: Node) -> list[Node]:

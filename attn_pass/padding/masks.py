@@ -10,7 +10,15 @@ from typing import Any, Literal
 from torch.fx import Graph, Node
 
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.padding.added import added_mask, ancestors, has_gradients, is_called_whole, is_trained
+from attn_pass.padding.added import (
+    added_mask,
+    ancestors,
+    behind_views,
+    has_gradients,
+    is_called_whole,
+    is_trained,
+    range_of_numbers,
+)
 from attn_pass.padding.cross import Origins
 from attn_pass.padding.layouts import Rows
 from attn_pass.targets.given_masks import BELOW_ALL
@@ -28,7 +36,6 @@ Places = Literal["any", "between", "before"]
 None; those between the first and the last, so that distances stay; those before the last, so that positions stay.
 """
 _PLACES: tuple[Places, ...] = ("any", "between", "before")
-_LEAST_MASKING = 1e3  # a number that is meant to mask
 _BY_POSITION = ("prefix", "chunk", "chunk_rows", "chunk_keys")
 _COUNTED = ("before", "after", "start", "end", *_BY_POSITION, "shift")
 _KNOWN = (
@@ -201,17 +208,16 @@ def _refusal_of_keep(shape: tuple[Any, ...], keys: Any) -> str:
 
 
 def _refusal_of_numbers(node: Node, mask: PaddingMask) -> str:
-    """Why a mask that is added rules out no key: it is made of a number that masks, but not whatever the scores are."""
+    """Why a mask that is added, and compared when the program runs, rules out no key: its numbers are too weak."""
     bias, keep = node.kwargs.get("bias"), mask.keep
-    if not isinstance(bias, Node) or keep is None or bias not in ancestors((keep,)):
+    if not isinstance(bias, Node) or keep is None or behind_views(bias) not in ancestors((keep,)):
         return ""
-    made_of = (x for n in ancestors((bias,)) for x in (*n.args, *n.kwargs.values()))
-    largest = max((abs(x) for x in made_of if isinstance(x, (int, float))), default=0)
-    if not _LEAST_MASKING <= largest < BELOW_ALL:
+    numbers = range_of_numbers(bias)
+    if numbers is None or not (most := numbers[1] - numbers[0]) < BELOW_ALL:
         return ""
     return (
-        f"{largest:g} in the mask that is added to its scores leaves masked keys a weight, however small;"
-        " torch.finfo(dtype).min leaves them none"
+        f"the mask that is added to its scores lowers them by {most:g} at the most, which leaves masked keys a weight,"
+        " however small; torch.finfo(dtype).min leaves them none"
     )
 
 

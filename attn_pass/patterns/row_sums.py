@@ -12,7 +12,9 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Const
 from attn_pass.model.index import Axis, axis_index
+from attn_pass.model.piecewise import where_it_is_one
 from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position, broadcast_position
 from attn_pass.reading.vocabulary import Call, tensor_dims
 
@@ -47,8 +49,9 @@ class Denominator:
 # ---------------------------------------------------------------- exponentials
 
 BASES: Mapping[str, float] = {"exp": 1.0, "exp2": math.log(2.0)}
-# What masks exponentials, and which of its operands they may be.
-_MASKING = {"mul": ("input", "other"), "masked_fill": ("input",), "where": ("input", "other")}
+# What masks exponentials: which of its operands they may be, and which is what they are masked by.
+_EITHER = (("input", "other"), ("other", "input"))
+_MASKING = {"mul": _EITHER, "where": _EITHER, "method_where": _EITHER, "masked_fill": (("input", "value"),)}
 _MOST_MASKS = 3  # one after another
 
 
@@ -80,8 +83,8 @@ def read_exponential(reader: Reader, node: Node, masks: int = _MOST_MASKS) -> Ex
 
 
 def _masked(reader: Reader, node: Node, call: Call, masks: int) -> Exponential | None:
-    """Exponentials to which a mask was applied that leaves zeros, or what has the form of one."""
-    for name in _MASKING[call.op]:
+    """Exponentials that a mask sets to zero."""
+    for name, other in _MASKING[call.op]:
         inner = call[name]
         value, masked = tensor_value(inner), tensor_value(node)
         if not isinstance(inner, Node) or value is None or masked is None or value.dtype != masked.dtype:
@@ -89,8 +92,20 @@ def _masked(reader: Reader, node: Node, call: Call, masks: int) -> Exponential |
         exp = read_exponential(reader, inner, masks)
         if exp is None or reader.shape(inner) != reader.shape(node) or reader.effects.mutations(inner):
             continue
-        return replace(exp, node=node, nodes=(node, *exp.nodes), unmasked=exp.unmasked or inner)
+        if _leaves_zeros(reader, node, call, other):
+            return replace(exp, node=node, nodes=(node, *exp.nodes), unmasked=exp.unmasked or inner)
     return None
+
+
+def _leaves_zeros(reader: Reader, node: Node, call: Call, other: str) -> bool:
+    """Whether what stands beside exponentials is a factor of ones and zeros, or the 0 that they are filled with."""
+    try:
+        beside = reader.value_at(call[other], row_axes(reader, node), reader.order[node], 0)
+    except Unreadable:
+        return False
+    if call.op == "mul":
+        return where_it_is_one(beside) is not None
+    return isinstance(beside, Const) and beside.value == 0
 
 
 def _same_exponential(reader: Reader, node: object, exponentials: Node) -> tuple[Node, ...] | None:

@@ -170,6 +170,8 @@ def _divided(reader: Reader, node: Node, top: Node, bottom: Node, *, inverse: bo
 
 def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -> Softmax | None:
     """The softmax of these exponentials over this sum; None where the sum has something of its own beside them."""
+    if exp.unmasked is not None and read_softmax(reader, exp.unmasked) is not None:
+        return None  # weights that are masked and divided by their sum again
     nodes = (node, *exp.nodes, *total.nodes)
     maximum = None if exp.shift is None else row_maximum(reader, exp.shift, exp.input, total.dim)
     masked = None if exp.unmasked is None else (exp.node, exp.unmasked)

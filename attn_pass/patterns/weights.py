@@ -29,7 +29,7 @@ from attn_pass.model.expression import (
     with_loads,
 )
 from attn_pass.model.index import Axis
-from attn_pass.model.piecewise import pieces
+from attn_pass.model.piecewise import where_it_is_one
 from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
@@ -149,17 +149,11 @@ def _factor(
         if factor != Const(1.0):
             weights.factors = (Factor(factor, expression.op == "div"), *weights.factors)
         return inner
-    ones = _where_it_is_one(_lifted(reader, use_def, factor))
+    ones = where_it_is_one(_lifted(reader, use_def, factor))
     if expression.op == "mul" and ones is not None:
         weights.zero(_without_bool_casts(reader, apply("not", ones)))
         return inner
     return None
-
-
-def _where_it_is_one(factor: Expr) -> Expr | None:
-    """Where a factor is 1, of one that is 0 elsewhere: a truth value, a cast of one, and ``1 - mask``; else None."""
-    values = {float(value.value): condition for condition, value in pieces(factor) or ()}
-    return values[1.0] if set(values) == {0.0, 1.0} else None
 
 
 def _holds_dot(expression: Expr) -> bool:

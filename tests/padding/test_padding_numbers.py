@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from padded_encoders import LOWEST, B, H, L, ids, left, masks, packed, ran
@@ -37,10 +39,55 @@ def test_a_number_that_leaves_no_weight(fill: float, turned: bool) -> None:
     assert packed(Encoder(fill, turned)).packed == 1
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_number_that_may_leave_one_is_told(turned: bool) -> None:
-    region = left(Encoder(-1e4, turned))
-    assert region.reason.startswith("10000 in the mask that is added to its scores leaves masked keys a weight")
+WEAK: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones less the mask": lambda m: (1.0 - m[:, None, None, :].float()) * -1e4,
+    "the mask less one": lambda m: (m[:, None, None, :].float() - 1.0) * 1e4,
+    "a view of it afterwards": lambda m: ((1.0 - m.float()) * -1e4)[:, None, None, :],
+    "where": lambda m: torch.where(m.bool(), 0.0, -1e4).unsqueeze(1).unsqueeze(2),
+    "filled": lambda m: torch.zeros(m.shape).masked_fill(m == 0, -1e4)[:, None, None, :],
+    "times and less": lambda m: (m.float() * 1e4 - 1e4)[:, None, None, :],
+    "weaker": lambda m: (1.0 - m[:, None, None, :].float()) * -999.0,
+    "of words": lambda m: (1.0 - (m * 50256 != 0)[:, None, None, :].float()) * -1e4,
+}
+
+
+def filled_in_place(mask: Tensor) -> Tensor:
+    added = torch.zeros(mask.shape)
+    added.view(-1).masked_fill_(mask.view(-1) == 0, -1e9)
+    return added[:, None, None, :]
+
+
+STRONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "a logarithm": lambda m: (m * 50256 != 0)[:, None, None, :].float().log(),
+    "a view afterwards": lambda m: ((1.0 - m.float()) * -1e9).view(B, 1, 1, L),
+    "a product of two": lambda m: (1.0 - m[:, None, None, :].float()) * -1e4 * 1e5,
+    "filled in place": filled_in_place,
+    "two masks": lambda m: torch.where(m[:, None, None, :] > 0, 0.0, -1e4) + (1.0 - m[:, None, None, :].float()) * -1e9,
+}
+
+
+class Added(Encoder):
+    def __init__(self, added: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(0.0)
+        self.added = added
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.view(*ids.shape, H, E // H).transpose(1, 2) for t in self.qkv(self.words(ids)).chunk(3, -1))
+        y = (q @ k.transpose(2, 3) * 0.4 + self.added(mask)).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(*ids.shape, E))[:, 0]
+
+
+@pytest.mark.parametrize("name", WEAK)
+def test_a_number_that_may_leave_one_is_told(name: str) -> None:
+    number = "999" if name == "weaker" else "10000"
+    region = left(Added(WEAK[name]))
+    assert region.reason.startswith(f"the mask that is added to its scores lowers them by {number} at the most")
+
+
+@pytest.mark.parametrize("name", STRONG)
+def test_other_numbers_of_the_program_are_not_the_mask_s(name: str) -> None:
+    batches = masks()[::2] if name == "a logarithm" else None  # a fully masked row is NaN
+    assert packed(Added(STRONG[name]), batches).packed == 1
 
 
 def test_numbers_that_are_given_are_compared_when_the_program_runs() -> None:

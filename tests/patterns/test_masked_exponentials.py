@@ -48,6 +48,7 @@ READ: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "less the maximum of all": (lambda s, m: share(shifted(s) * m), (KEEP,)),
     "two masks": (lambda s, m, n: share((s.exp() * m).masked_fill(~n, 0.0)), (KEEP, OTHER)),
     "for all queries": (lambda s, m: share(s.exp() * m), (KEYS,)),
+    "filled by where, a method": (lambda s, m: share(s.exp().where(m, 0.0)), (KEEP,)),
     "causal": (lambda s: share(s.exp() * torch.ones(8, 8).tril()), ()),
     "by the inverse of the sum": (lambda s, m: (lambda e: e * (1 / e.sum(-1, keepdim=True)))(s.exp() * m), (KEEP,)),
     "a fully masked row, NaN": (lambda s, m: share(s.exp() * m), (NOTHING,)),
@@ -134,6 +135,42 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 def test_dynamic(name: str) -> None:
     weights, rest = READ[name]
     same(attend(weights), *qkv(), *rest, dynamic=True, rewritten=1)
+
+
+AGAIN: dict[str, Weights] = {
+    "by the inverse": lambda s, m: share((lambda e: e * (1 / e.sum(-1, keepdim=True)))(shifted(s))),
+    "masked": lambda s, m: share(
+        (lambda e: e * (1 / e.sum(-1, keepdim=True)))(shifted(s.masked_fill(~m, -1e9))) * m, 1e-13
+    ),
+    "masked, of a logarithm": lambda s, m: share(s.masked_fill(~m, -1e9).log_softmax(-1).exp() * m, 1e-13),
+    "twice": lambda s, m: share((s - s.logsumexp(-1, keepdim=True)).exp() * 2),
+}
+
+
+def test_weights_that_are_divided_by_their_sum_again() -> None:
+    """They are no exponentials that are masked; what was read of them before still is."""
+    read = {name: (attend(weights), (*qkv(), KEEP)) for name, weights in AGAIN.items() if "masked" not in name}
+    same_each(read)
+    masked = {name: (attend(weights), (*qkv(), KEEP)) for name, weights in AGAIN.items() if "masked" in name}
+    report = same_each(masked, rewritten=None)
+    assert not any("exponentials" in site.reason for site in report.sites)
+
+
+def beside_a_sink(front: bool) -> Callable[..., Tensor]:
+    def program(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        e = torch.nn.functional.pad(q @ k.mT * 0.25, (1, 0) if front else (0, 1)).exp() * m
+        weights = share(e)
+        return (weights[..., 1:] if front else weights[..., :-1]) @ v
+
+    return program
+
+
+@pytest.mark.parametrize("front", [False, True])
+def test_a_mask_that_covers_a_sink_is_left(front: bool) -> None:
+    mask = randn(2, 1, 8, 9, seed=8) > 0.0
+    report = same(beside_a_sink(front), *qkv(), mask, rewritten=0)
+    assert "a sink may be masked" in report.left[0].reason
+    same(beside_a_sink(front), *qkv(), torch.ones(8, 9).tril(), rewritten=0)
 
 
 def test_divided_after_the_product() -> None:
