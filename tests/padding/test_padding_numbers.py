@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attn_pass.devices.cpu.kernel import build
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
-E = 32
+E = 512
 
 
 class Encoder(nn.Module):

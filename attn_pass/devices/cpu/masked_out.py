@@ -17,15 +17,16 @@ from attn_pass.targets.lower import Lowering
 
 _SHARE = 8  # a few rows: the mask is read if it is at most such a part of keys and values
 _ONCE = 8  # bytes of an element: it is read and compared once, and its truth value is read by every layer
-_LEAST_PRODUCTS = 1024  # many rows: multiplications for an element of a mask that all heads share, and perhaps all rows
+_LEAST_PRODUCTS = 1024  # many rows: multiplications for an element of a mask that all heads share
+_LEAST_OF_ALL = 1 << 21  # and of an attention whose rows share the mask, too: beside a tenth of them 3 us count
 
 
 def is_inspected(a: Attention, setting: Setting) -> bool:
     """Whether the kernel is told which keys the mask rules out: an added mask of the program's, cheap beside the rest.
 
     For a few rows what counts is reading keys and values; for many, the products, of which those of all heads belong to
-    one element of the mask, and those of all rows that have the same. With 1,024 of them the comparison took up to
-    a seventh of a layer's time, and it serves all layers.
+    one element of the mask. With 1,024 of them the comparison took up to a seventh of a layer's time, and it serves all
+    layers. A mask that all rows share is small beside the products, unless there are few of these.
     """
     bias = given_masks.added(a)
     if bias is None or setting.numerics == "strict":
@@ -37,9 +38,13 @@ def is_inspected(a: Attention, setting: Setting) -> bool:
     key_bytes = product(x.size for x in (*a.batch, *a.kv_heads)) * (a.head_dim + a.value_head_dim)
     if is_at_most(a.q_len * a.groups, FEW_ROWS):
         return is_at_most(_SHARE * mask_bytes, key_bytes * a.compute_dtype.itemsize)
-    rows = 1 if axes & set(a.rows) else a.q_len  # that share an element
-    is_shared = not axes & set(a.heads)
-    return is_shared and is_at_most(_LEAST_PRODUCTS, rows * a.query_heads * (a.head_dim + a.value_head_dim))
+    if axes & set(a.heads):
+        return False
+    of_heads = a.query_heads * (a.head_dim + a.value_head_dim)
+    if is_at_most(_LEAST_PRODUCTS, of_heads):
+        return True
+    is_shared = not axes & set(a.rows)
+    return is_shared and setting.hint(a.batch_size * a.q_len * a.kv_len * of_heads) >= _LEAST_OF_ALL
 
 
 def keep_of_mask(lower: Lowering) -> Value:

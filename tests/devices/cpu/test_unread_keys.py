@@ -147,7 +147,7 @@ def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: floa
 def test_a_mask_of_numbers_that_is_the_same_for_all_rows_is_inspected(name: str, number: float) -> None:
     """As padding is: an element of it belongs to the products of all rows, so that few heads suffice."""
     mask = added(KEPT[name], number).view(-1, 1, 1, 70)
-    q, k, v = qkv(2, 2, 20, 70, 16, kv_heads=2)
+    q, k, v = qkv(2, 4, 40, 70, 64, kv_heads=4)
     with torch.no_grad():
         same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
     calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
@@ -167,7 +167,7 @@ def test_what_a_mask_of_numbers_keeps(number: float, dtype: torch.dtype) -> None
     kept = torch.arange(70) < torch.tensor([[40], [0], [70], [9]])
     mask = added(kept, number).to(dtype)
     mask[3, 20] = torch.nan
-    inputs = (*(x.to(dtype) for x in qkv(4, 2, 20, 70, 16, kv_heads=2)), mask[:, None, None, :])
+    inputs = (*(x.to(dtype) for x in qkv(4, 4, 40, 70, 64, kv_heads=4)), mask[:, None, None, :])
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(attend, backend=attn_pass.wrap(seen, choose="fused", targets=("cpu_kernel",)))(*inputs)
@@ -182,7 +182,7 @@ def test_what_a_mask_of_numbers_keeps(number: float, dtype: torch.dtype) -> None
 WHOLE = {
     "many rows of few heads": (20, 4, 64, torch.zeros(1, 1, 20, 70)),
     "many rows of each head": (20, 16, 64, torch.zeros(1, 16, 20, 70)),
-    "the same for a few more rows of few heads": (17, 1, 16, torch.zeros(1, 1, 1, 70)),
+    "the same for all rows, of which there are few": (40, 4, 64, torch.zeros(1, 1, 1, 70)),
     "large beside the keys": (16, 1, 16, torch.zeros(1, 1, 16, 70)),
     "large in each head": (4, 4, 16, torch.zeros(1, 4, 4, 70)),
 }
