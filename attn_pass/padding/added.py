@@ -104,30 +104,40 @@ def behind_views(node: Node) -> Node:
     return node
 
 
-def range_of_numbers(value: object) -> tuple[float, float] | None:
+Range = tuple[float, float] | None
+
+
+def range_of_numbers(value: object, known: dict[Node, Range] | None = None) -> Range:
     """The lowest and the highest number that a mask of numbers holds, as its program is written; None if they are not
     known. What it is made of, truth values or integers, is taken for ones and zeros.
     """
-    if isinstance(value, (int, float)):
-        return float(value), float(value)
-    if isinstance(value, Node) and _is_written(value):
-        return None
-    fake, call = tensor_value(value), understand(value) if isinstance(value, Node) else None
+    if not isinstance(value, Node):
+        return (float(value), float(value)) if isinstance(value, (int, float)) else None
+    known = {} if known is None else known
+    if value not in known:
+        known[value] = None if _is_written(value) else _range_of(value, known)
+    return known[value]
+
+
+def _range_of(node: Node, known: dict[Node, Range]) -> Range:
+    fake, call = tensor_value(node), understand(node)
     if call is not None and call.op in _FILLED:
         return (_FILLED[call.op],) * 2
     if fake is None or not fake.is_floating_point():
         return None if fake is None else (0.0, 1.0)
     if call is None or call.op not in _OF_NUMBERS or call.get("alpha", 1) != 1:
         return None
-    parts = [range_of_numbers(call[name]) for name in _OF_NUMBERS[call.op]]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+    parts = [range_of_numbers(call[name], known) for name in _OF_NUMBERS[call.op]]
+    ranges = [part for part in parts if part is not None]
+    if len(ranges) < len(parts):
         return None
     if call.op in _COMBINING:
-        (one, other), combine = known, _COMBINING[call.op]
+        (one, other), combine = ranges, _COMBINING[call.op]
         ends = [combine(x, y) for x in one for y in other]
-        return (min(ends), max(ends))
-    return (-known[0][1], -known[0][0]) if call.op == "neg" else (min(x for x, _ in known), max(x for _, x in known))
+        return min(ends), max(ends)
+    if call.op == "neg":
+        return -ranges[0][1], -ranges[0][0]
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def _is_written(node: Node) -> bool:

@@ -206,9 +206,9 @@ def _with_sink(
     reader, keys = c.reader, above.keys
     if (above.beside_keys is not None) + (c.read.sink is not None) + c.shares_a_sink > 1:
         raise Unreadable("two sinks, added in different places", c.product.node)
-    if above.beside_keys is not None and c.read.masked is not None:
-        raise Unreadable("a sink may be masked", c.softmax)
     if above.beside_keys is not None:
+        if c.read.masked is not None:
+            raise Unreadable("a sink may be masked", c.softmax)
         return read_sinks(reader, walk, score, c.read.input, above.beside_keys, keys, c.region, time)
     if c.read.sink is not None:
         return score, *added_sink(reader, walk, c.read, above.at_softmax, keys, time)

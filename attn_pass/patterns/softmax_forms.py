@@ -138,8 +138,6 @@ def _times_inverse(reader: Reader, node: Node, call: Call) -> Softmax | None:
     for top, factor in ((call["input"], call["other"]), (call["other"], call["input"])):
         if not isinstance(top, Node) or not isinstance(factor, Node) or tensor_value(factor) is None:
             continue
-        if read_exponential(reader, top) is None:
-            continue
         form = _divided(reader, node, top, factor, inverse=True)
         if form is not None:
             return form
@@ -175,13 +173,14 @@ def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -
     nodes = (node, *exp.nodes, *total.nodes)
     maximum = None if exp.shift is None else row_maximum(reader, exp.shift, exp.input, total.dim)
     masked = None if exp.unmasked is None else (exp.node, exp.unmasked)
-    form = Softmax(exp.inner, total.dim, nodes, scale=exp.scale, masked=masked)
+    # Beside a maximum that may be masked nothing is known of the sum, so that a number counts.
+    counts = maximum is not None and (total.at_least > 0 or isinstance(total.added, float))
+    masked_before = masked is not None and counts
+    form = Softmax(exp.inner, total.dim, nodes, scale=exp.scale, masked=masked, masked_before=masked_before)
     if maximum is not None:
         form = replace(form, input=exp.input, nodes=(*nodes, *maximum))
     if total.at_least > (1.0 if maximum is not None else 0.0):
         return None
-    if masked is not None and total.at_least:
-        form = replace(form, masked_before=True)
     if total.added is None:
         return form
     if isinstance(total.added, float):
@@ -189,7 +188,7 @@ def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -
             return replace(form, sink=math.log(total.added)) if total.added > 0 else None
         # The greatest of the exponentials is 1: what half a unit in its last place holds does not change the sum.
         vanishes = maximum is not None and 0 <= total.added <= torch.finfo(total.added_dtype or torch.float64).eps / 2
-        return replace(form, masked_before=masked is not None) if vanishes else None
+        return form if vanishes else None
     return _with_sink(reader, form, exp, total)
 
 

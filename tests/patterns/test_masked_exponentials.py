@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import exported_each, qkv, randn, same, same_each
+from against_eager import attend, exported_each, qkv, randn, same, same_each
 from torch import Tensor
 
 Weights = Callable[..., Tensor]
@@ -97,10 +97,6 @@ LEFT: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "filled where the exponential is small": (lambda s: share((lambda e: e.masked_fill(e < 0.5, 0.0))(s.exp())), ()),
     "of columns": (lambda s, m: (lambda e: e / e.sum(-2, keepdim=True))(s.exp() * m), (KEEP,)),
 }
-
-
-def attend(weights: Weights, scale: float = 0.25) -> Callable[..., Tensor]:
-    return lambda q, k, v, *rest: weights(q @ k.mT * scale, *rest) @ v
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import exported_each, qkv, randn, same, same_each
+from against_eager import attend, exported_each, qkv, randn, same, same_each
 from read_graphs import captured, inputs_of, reader_of, result_of
 from torch import Tensor
 from torch.nn import functional as F
@@ -193,10 +193,6 @@ LEFT: dict[str, tuple[Weights, tuple[Any, ...]]] = {
     "a number added beside a sink": (lambda s: softmax_one(s + 1.0), ()),
     "less one": (lambda s: (lambda e: e / (e.sum(-1, keepdim=True) - 1))(torch.exp(s) + 1), ()),
 }
-
-
-def attend(weights: Weights, scale: float = 0.25) -> Callable[..., Tensor]:
-    return lambda q, k, v, *rest: weights(q @ k.mT * scale, *rest) @ v
 
 
 def inputs(grad: bool = False) -> tuple[Tensor, ...]:

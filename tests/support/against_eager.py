@@ -48,6 +48,11 @@ def qkv(
     )
 
 
+def attend(weights: Callable[..., torch.Tensor], scale: float = 0.25) -> Callable[..., torch.Tensor]:
+    """Attention of query, key and value by the weights that are computed of its scores, and of what else is given."""
+    return lambda q, k, v, *rest: weights(q @ k.mT * scale, *rest) @ v
+
+
 def same(
     fn: Callable[..., Any],
     *inputs: Any,

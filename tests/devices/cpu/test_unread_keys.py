@@ -128,6 +128,14 @@ def test_a_mask_of_numbers_is_inspected_once_for_all_layers() -> None:
     assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
 
 
+def is_inspected_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> None:
+    """The program is right, and both of its layers are told the same keys."""
+    with torch.no_grad():
+        same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
+    calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
+    assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
+
+
 @pytest.mark.parametrize("number", [LOWEST, -1e9])
 @pytest.mark.parametrize("name", [n for n in KEPT if "rows" not in n and "row with" not in n])
 def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: float) -> None:
@@ -135,11 +143,7 @@ def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: floa
     rows = torch.arange(70) <= torch.arange(20)[:, None] + 9
     mask = added(KEPT[name] & rows, number)
     mask = mask if mask.dim() == 4 else mask[None, None]
-    q, k, v = qkv(2, 8, 20, 70, 64, kv_heads=8)
-    with torch.no_grad():
-        same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
-    calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
-    assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
+    is_inspected_once(*qkv(2, 8, 20, 70, 64, kv_heads=8), mask)
 
 
 @pytest.mark.parametrize("number", [LOWEST, NEG_INF, -1e9, -5.0])
@@ -147,11 +151,7 @@ def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: floa
 def test_a_mask_of_numbers_that_is_the_same_for_all_rows_is_inspected(name: str, number: float) -> None:
     """As padding is: an element of it belongs to the products of all rows, so that few heads suffice."""
     mask = added(KEPT[name], number).view(-1, 1, 1, 70)
-    q, k, v = qkv(2, 4, 40, 70, 64, kv_heads=4)
-    with torch.no_grad():
-        same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
-    calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
-    assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
+    is_inspected_once(*qkv(2, 4, 40, 70, 64, kv_heads=4), mask)
 
 
 @pytest.mark.parametrize("number", [LOWEST, NEG_INF, -1e17, -1e9])
