@@ -1,4 +1,4 @@
-"""Times of models of the census, `python -m bench census speed`: which are compared, of what size, and the tables."""
+"""Models of the census timed, `python -m bench census speed` and `steps`: what is compared, how large, the tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from against_eager import qkv
 from torch import Tensor, nn
 
-from bench.suites.census import speed, tables
+from bench.suites.census import speed, steps, tables
 from bench.suites.census.dataset import Census, Subject
 
 GOOD = {"ok": True, "rel_l2": 1e-7, "max_abs": 1e-6}
@@ -56,6 +56,34 @@ def test_what_stock_does_not_compile_says_nothing_of_the_pass(monkeypatch: pytes
     monkeypatch.setattr(torch, "compile", failing)
     row = speed._timed(subject())
     assert (row["status"], row["error"]) == ("stock does not compile", "RuntimeError: not here")
+
+
+class Projected(Attention):
+    """With a parameter that makes queries, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = (nn.Parameter(torch.eye(16)) for _ in range(2))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, q: Tensor, *, k: Tensor, v: Tensor) -> Tensor:
+        return self.drop(super().forward(q @ self.weight, k=k, v=v))
+
+
+def test_a_training_step_gives_the_loss_and_the_gradients_of_what_it_depends_on() -> None:
+    made = subject()
+    made.model = Projected()
+    assert made.model.weight.size(0) == made.args[0].size(-1)
+    trained = steps.Trained.of(made)
+    assert made.model.training and not trained.deterministic
+    made.model.drop.p = 0.0
+    trained = steps.Trained.of(made)
+    assert trained.deterministic
+    with torch.no_grad():  # as benches time
+        loss, gradient = trained.call(made.model)()
+    expected = made.model(*made.args, **made.kwargs).square().mean()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, made.model.weight)[0])
 
 
 def test_a_difference_as_large_as_stock_s_is_no_wrong_number() -> None:

@@ -51,6 +51,7 @@ _NOT_READ = (  # met in graphs, and left
     *("npu_fusion_attention_v2", "npu_prompt_flash_attention", "npu_incre_flash_attention"),
     *("npu_fused_infer_attention_score_v2", "npu_fusion_attention_v4"),
 )
+_CALLS: Mapping[str, str] = {f"npu::{name}": name for name in (*_FUSION, _INFERENCE, *_NOT_READ)}
 # The operators' own spellings of one thing.
 _SPELLINGS: Mapping[str, str] = {
     "heads": "head_num num_heads",
@@ -103,8 +104,8 @@ class _ParsedCall:
 def find(reader: Reader) -> Iterator[Site]:
     """Every call of the operators."""
     for node in list(reader.graph.nodes):
-        space, _, name = operator_name(node).partition("::")
-        if space != "npu" or name not in (*_FUSION, _INFERENCE, *_NOT_READ):
+        name = _CALLS.get(operator_name(node))
+        if name is None:
             continue
         region = reader.regions.of(node)
         try:

@@ -14,7 +14,7 @@ import typer
 from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
-from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, speed, tables
+from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, speed, steps, tables
 from bench.suites.census.dataset import FolderError, NotMeasured, open_census
 from bench.suites.census.rows import Row, read_rows
 from bench.suites.census.workers import run_all
@@ -66,6 +66,7 @@ _COMMANDS: tuple[tuple[ModuleType, str | tuple[str, ...], str], ...] = (
     (padding, "", "Compile each model, and list which regions run without padding, and why others do not."),
     (projections, "hf/", "Compile transformers models frozen, and count which projections are read, and which joined."),
     (speed, ("hf/", "timm/"), "Time larger models, compiled by stock Inductor and by the pass."),
+    (steps, ("hf/", "timm/"), "Time training steps of larger models, compiled by stock Inductor and by the pass."),
 )
 for _bench, _start, _about in _COMMANDS:
     app.command(_bench.__name__.rpartition(".")[2], help=_about)(_command(_bench, _start))

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,10 @@ class Subject:
         """All tensors that `function` returns for the inputs, copied: outputs may share memory with inputs."""
         return _outputs(self.census, function, self.args, self.kwargs, seed)
 
+    def call(self, function: Callable[..., Any]) -> Callable[[], Any]:
+        """What is timed: `function`, called with the inputs."""
+        return partial(function, *self.args, **self.kwargs)
+
     def judged(self, got: list[torch.Tensor], expected: list[torch.Tensor] | None = None) -> dict[str, Any]:
         """The comparison with eager (or with `expected`); "ok" is None if a model that draws numbers differs."""
         verdict = self.census.compared(self.expected if expected is None else expected, got)
@@ -108,20 +113,24 @@ class Subject:
 
 
 def prepared(
-    census: Census, name: str, keep_cache: bool = False, refused: Callable[[Mapping[str, Any]], str] | None = None
+    census: Census,
+    name: str,
+    keep_cache: bool = False,
+    refused: Callable[[Mapping[str, Any]], str] | None = None,
+    dropout: float | None = None,
 ) -> Subject:
     """Build a model and run it, unless its inputs are ``refused``, with the status of its row.
 
     The weights are sharpened, as the census does it: libraries initialise attention to be nearly uniform, which would
     hide a wrong scale or mask. `keep_cache=False` asks transformers models for no key-value cache, which is no output
-    torch.export knows.
+    torch.export knows. ``dropout`` replaces every probability of dropout that the model's configuration has.
 
     Raises:
         NotMeasured: it cannot be built or run, or is refused.
     """
     torch.set_num_threads(1)
     try:
-        model, inputs = census.zoo.build(name, dropout=None)
+        model, inputs = census.zoo.build(name, dropout=dropout)
         if refused is not None and (status := refused(inputs if isinstance(inputs, Mapping) else {})):
             raise NotMeasured(status)
         model.eval()
@@ -136,7 +145,7 @@ def prepared(
         raise
     except Exception as error:
         raise NotMeasured("unbuildable", error_text(error)) from error
-    return Subject(census, model, args, kwargs, expected, all(map(_same, expected, again)))
+    return Subject(census, model, args, kwargs, expected, same_tensors(expected, again))
 
 
 def error_text(error: BaseException, length: int = 600) -> str:
@@ -152,8 +161,10 @@ def _outputs(
         return [tensor.clone() for tensor in census.counting.tensors(function(*args, **kwargs))]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+def same_tensors(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether two runs gave the same numbers, NaN as any."""
+    same = (x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(some, others))
+    return len(some) == len(others) and all(same)
 
 
 def _sharpen(census: Census, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,17 +46,22 @@ def measure(census: Census, name: str) -> Iterator[Row]:
     facts = facts_of(census, name)
     if name.startswith("hf/"):
         enlarge(importlib.import_module("zoo_hf"))
-    yield {**facts, **_row(census, name, _in_bfloat16)}
+    yield {**facts, **timed_row(census, name, _in_bfloat16)}
     build_with_sdpa()
     if name.startswith("timm/"):
-        _keep_calls_of_timm(census)
-    yield {**facts, "stage": CALLED, **_row(census, name)}
+        keep_calls_of_timm(census)
+    yield {**facts, "stage": CALLED, **timed_row(census, name)}
 
 
-def _row(census: Census, name: str, changed: Callable[[Subject], Subject] = lambda subject: subject) -> Row:
+def timed_row(
+    census: Census,
+    name: str,
+    changed: Callable[[Subject], Subject] = lambda subject: subject,
+    dropout: float | None = None,
+) -> Row:
     """The times of the model, or why it has none."""
     try:
-        return _timed(changed(prepared(census, name, keep_cache=True)))
+        return _timed(changed(prepared(census, name, keep_cache=dropout is None, dropout=dropout)))
     except NotMeasured as error:
         return {"status": error.status, "error": str(error)}
 
@@ -83,7 +87,7 @@ def _fixed(name: str, value: Any) -> Any:
     return _LARGER.get(value, value) if name.rpartition(".")[2] in _OF_WIDTH and isinstance(value, int) else value
 
 
-def _keep_calls_of_timm(census: Census) -> None:
+def keep_calls_of_timm(census: Census) -> None:
     """timm calls `scaled_dot_product_attention` unless told otherwise, as the census does."""
     census.zoo.stub_torchvision()
     layers = importlib.import_module("timm.layers")
@@ -126,8 +130,7 @@ def _timed(subject: Subject) -> Row:
     row: Row = {"status": "ok", **report_row(report), "stock_numerics": subject.judged(expected)}
     row["numerics"] = _no_worse(subject.judged(got), row["stock_numerics"])
     with torch.no_grad():
-        calls = {"stock": stock, "A/A": stock, "attn_pass": ours}
-        runs = {way: partial(run, *subject.args, **subject.kwargs) for way, run in calls.items()}
+        runs = {way: subject.call(run) for way, run in {"stock": stock, "A/A": stock, "attn_pass": ours}.items()}
         samples = in_turns(runs, (), ROUNDS, seconds=BLOCK_S, seed=type(subject.model).__name__)
     return {**row, **_judged(samples)}
 

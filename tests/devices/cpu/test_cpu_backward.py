@@ -314,3 +314,26 @@ def test_a_gradient_of_another_dtype_is_kept_while_it_is_read() -> None:
     call = (None, result, statistics, rest, wanted, query, key, value, 0.3)
     for got, expected in zip(BACKWARD_OPERATOR(grad.double(), *call), BACKWARD_OPERATOR(grad, *call), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_saved_may_lie_in_another_order(dtype: torch.dtype) -> None:
+    """As Inductor lays out beside convolutions what has four dimensions: the second one last in memory."""
+
+    def heads_last(x: Tensor) -> Tensor:
+        return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+    query, key, value = (torch.randn(2, 3, 40, 16).to(dtype) for _ in range(3))
+    result, _, statistics, rest = FORWARD(query, key, value, 0.3)
+    grad = torch.randn(2, 3, 40, 16).to(dtype)
+    saved = (grad, result, statistics, rest)
+    assert not any(heads_last(x).is_contiguous() for x in saved if x.dim() == 4)
+
+    def of(grad: Tensor, *left: Tensor) -> list[Tensor]:
+        gradients: list[Tensor] = BACKWARD_OPERATOR(
+            grad, None, *left, ["query", "key", "value"], query, key, value, 0.3
+        )
+        return gradients
+
+    for got, expected in zip(of(*map(heads_last, saved)), of(*saved), strict=True):
+        assert torch.equal(got, expected)

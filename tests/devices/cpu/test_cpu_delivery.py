@@ -95,6 +95,36 @@ def test_a_profile_shows_the_kernel_forward_and_backward() -> None:
     assert "attention_forward" in forward and "attention_backward" in backward  # beside what is fused with it
 
 
+class BesideConvolutions(nn.Module):
+    """Attention of the positions of an image, whose operands and whose result are those of convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project, self.merge = nn.Conv2d(64, 3 * 64, 1), nn.Conv2d(64, 64, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, 64, 7, 7)."""
+        operands = self.project(image).view(2, 2, 96, 49).chunk(3, dim=2)
+        query, key, value = (x.mT.contiguous() for x in operands)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.merge(attended.mT.reshape(image.shape))  # type: ignore[no-any-return]
+
+
+def test_gradients_beside_convolutions() -> None:
+    """For them Inductor saves what has four dimensions with the second one last: the kernel's statistics, too."""
+    model, image = BesideConvolutions(), torch.randn(2, 64, 7, 7)
+
+    def gradients(run: Callable[..., Tensor], image: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(run(image).square().sum(), list(model.parameters()))
+
+    with attn_pass.record() as report:
+        got = gradients(torch.compile(model, backend=attn_pass.backend, options=OPTIONS), image)
+    assert [s.target for s in report.sites] == ["cpu_kernel"]
+    for one, expected in zip(got, gradients(model.double(), image.double()), strict=True):
+        assert_close(one.double(), expected, atol=1e-4, rtol=1e-4)
+
+
 def test_a_number_of_python_may_change_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def capped(x: Tensor) -> Tensor:
         query, key, value = x.view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)

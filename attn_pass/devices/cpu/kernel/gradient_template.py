@@ -117,6 +117,8 @@ def lower(
     q, k, v, scale = (by_name.pop(name) for name in NAMES[:4])
     operands = operands_of(q, k, v, by_name)
     numbers = numbers_of(operands, by_name)
+    # Beside convolutions Inductor saves what has four dimensions with the second one last in memory.
+    statistics = ir.ExternKernel.require_contiguous(statistics)
     of_results = {"grad": grad, "result": result, "lse_grad": lse_grad, "statistics": statistics}
     if q.get_dtype() != torch.float32:
         of_results["rest"] = rest

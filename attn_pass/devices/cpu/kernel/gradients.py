@@ -130,7 +130,7 @@ def _backward(
     query, key = (by_name[name] for name in _OPERANDS[:2])
     if 0 in (*query.shape[:3], *key.shape[:3]):
         return [x.zero_() for x in outputs.values()]
-    grad = grad.to(query.dtype)  # by a name: the arguments hold addresses
+    grad, statistics = grad.to(query.dtype), statistics.contiguous()  # by names: the arguments hold addresses
     args = _BackwardArgs(
         a=arguments(**by_name),
         grad=operand(grad, result.shape),

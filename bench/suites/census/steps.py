@@ -1,0 +1,68 @@
+"""Training steps of the models that `speed.py` times: a forward, and the gradients of all parameters.
+
+Float32, attention as the libraries write it by default, in training mode with every dropout at 0. The loss is the sum
+of the mean squares of what the model returns. Gradients are compared with eager's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.suites.census.dataset import SEED, Census, Subject, same_tensors
+from bench.suites.census.rows import Row
+from bench.suites.census.sdpa import build_with_sdpa
+from bench.suites.census.speed import enlarge, keep_calls_of_timm, timed_row
+
+STAGE = "float32, calls, a training step"
+
+
+def facts_of(census: Census, name: str) -> Row:
+    """What the row of a model is about."""
+    return {"bench": "speed", "stage": STAGE, **census.facts(name)}
+
+
+def measure(census: Census, name: str) -> Iterator[Row]:
+    """One row."""
+    if name.startswith("hf/"):
+        enlarge(importlib.import_module("zoo_hf"))
+    build_with_sdpa()
+    if name.startswith("timm/"):
+        keep_calls_of_timm(census)
+    yield {**facts_of(census, name), **timed_row(census, name, Trained.of, dropout=0.0)}
+
+
+class Trained(Subject):
+    """A model in training mode; what it gives are the loss and its gradients."""
+
+    @classmethod
+    def of(cls, subject: Subject) -> Trained:
+        """The same model, which is no longer in eval mode."""
+        subject.model.train()
+        trained = cls(**{field.name: getattr(subject, field.name) for field in fields(subject)})
+        draws = map(partial(trained.run, trained.model), (SEED, SEED + 1))
+        trained.deterministic = same_tensors(*draws)
+        return trained
+
+    def run(self, function: Callable[..., Any], seed: int = SEED) -> list[Tensor]:
+        """The loss, and the gradients of the parameters that it depends on."""
+        torch.manual_seed(seed)
+        return self._step(function)
+
+    def call(self, function: Callable[..., Any]) -> Callable[[], Any]:
+        """A whole step."""
+        return partial(self._step, function)
+
+    @torch.enable_grad()  # type: ignore[untyped-decorator]
+    def _step(self, function: Callable[..., Any]) -> list[Tensor]:
+        outputs = self.census.counting.tensors(function(*self.args, **self.kwargs))
+        loss = torch.stack([out.square().mean() for out in outputs if out.requires_grad]).sum()
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
