@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
+from unittest import mock
 
 import torch
 from fuzz_compare import UNITS_OF_GRADIENTS, Ran, all_faults, fault_of
@@ -15,6 +16,7 @@ from fuzz_dropout import Calls, SameKeys, faults_of_call
 from fuzz_graphs import graph_of, values
 from fuzz_program import SCORES
 from fuzz_strategy import Case
+from torch._inductor.graph import GraphLowering
 from torch.fx import Graph, GraphModule
 
 import attn_pass
@@ -111,7 +113,8 @@ def belonging(case: Case) -> dict[str, bool]:
 def check(case: Case, tally: Tally | None = None, through: str = "graph") -> None:
     """Raises `Wrong` with everything known, `NoProgram` where there is nothing to compare.
 
-    ``through`` is "graph" (the dialect's graph, built directly), "compile" (torch.compile) or "export".
+    ``through`` is "graph" (the dialect's graph, built directly), "compile" (torch.compile, of which the graphs are
+    run), "inductor" (their code) or "export".
     """
     inputs = _inputs(case)
     expected = _eager(case, inputs)
@@ -255,18 +258,31 @@ def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Repo
             raise NoProgram(f"no export: {type(error).__name__}: {error}") from error
         report = attn_pass.rewrite(program, **options)
         return report, program.module(), program.graph_module.code
-    backend = attn_pass.wrap("aot_eager_default_partitioner", **options)
-    compiled = torch.compile(function.forward, backend=backend, dynamic=False, fullgraph=True)
+    if through == "inductor":
+        compiled = torch.compile(
+            function.forward, backend=attn_pass.backend, dynamic=False, fullgraph=True, options=options
+        )
+    else:
+        backend = attn_pass.wrap("aot_eager_default_partitioner", **options)
+        compiled = torch.compile(function.forward, backend=backend, dynamic=False, fullgraph=True)
     given = _copies(inputs, case.grad)
     try:
-        with attn_pass.record() as report, torch.set_grad_enabled(case.grad):
-            compiled(*given)
+        with attn_pass.record() as report, torch.set_grad_enabled(case.grad), _beside_convolutions():
+            _run(compiled, given, case.grad)
     except torch._dynamo.exc.Unsupported as error:
         raise NoProgram(f"no graph: {error}") from error
     except Exception as error:
         text = f"compiling raised {type(error).__name__}: {error}"
         raise Wrong(_told(case, inputs, report, function.code, text)) from error
     return report, compiled, function.code
+
+
+@contextmanager
+def _beside_convolutions() -> Iterator[None]:
+    """What has four dimensions and is saved for the backward lies in memory as Inductor has it beside convolutions."""
+    every = mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", lambda self: set(self.module.graph.nodes))
+    with mock.patch.object(GraphLowering, "decide_layout_opt", lambda *_, **__: True), every:
+        yield
 
 
 def _at_other_sizes(case: Case, original: GraphModule, run: Callable[..., Any], report: Report, code: str) -> None:

@@ -4,7 +4,8 @@ Programs come in batches, one hypothesis seed each; a batch that fails is shrunk
 on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws the same programs again.
 
 With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, or with ``--training`` all with
-gradients, and every site that the target takes goes to it. With ``--caches`` all masks are those of caches:
+gradients, and every site that the target takes goes to it. With ``--inductor`` their code is compiled and run, which
+takes ten seconds a program: those without dropout, as beside convolutions. With ``--caches`` all masks are those of caches:
 positions, lengths, windows, ring buffers, left padding. ``--device H200`` decides for a GPU, in half precision and with
 head dims of 16: its operators are what they are on a CPU, and the stand-ins of the bench; the ranges of masks are
 looked up whatever that costs.
@@ -102,6 +103,11 @@ def on_target(name: str, *, training: bool = False) -> Callable[[Case], Case]:
     return change
 
 
+def is_compiled(case: Case) -> bool:
+    """Whether a program is one for Inductor: of one size, and not random, which is checked by calls of operators."""
+    return case.later is None and not case.program.is_random
+
+
 def with_dropout(case: Case) -> Case:
     """The program with dropout of its weights."""
     p = case.program
@@ -110,7 +116,14 @@ def with_dropout(case: Case) -> Case:
 
 
 def main(
-    count: int, first: int, target: str = "", *, caches: bool = False, training: bool = False, device: str = ""
+    count: int,
+    first: int,
+    target: str = "",
+    *,
+    caches: bool = False,
+    training: bool = False,
+    device: str = "",
+    inductor: bool = False,
 ) -> int:
     """Runs ``count`` programs; returns how many batches failed."""
     alone = f", all for {target}" if target else ""
@@ -127,7 +140,8 @@ def main(
     for done in range(0, count, BATCH):
         number = first + done // BATCH
         try:
-            batch(number, min(BATCH, count - done), tally, change=change)
+            through, accepts = ("inductor", is_compiled) if inductor else ("graph", None)
+            batch(number, min(BATCH, count - done), tally, through, accepts, shrink=not inductor, change=change)
         except Wrong as error:
             failed += 1
             print(f"\n==== seed {number}: {error}\n", flush=True)
@@ -153,6 +167,7 @@ if __name__ == "__main__":
     parser.add_argument("--target", default="", help="the one target that is asked")
     parser.add_argument("--training", action="store_true", help="with a target: all programs have gradients")
     parser.add_argument("--caches", action="store_true", help="masks over caches alone")
+    parser.add_argument("--inductor", action="store_true", help="compiled by Inductor, as beside convolutions")
     parser.add_argument("--device", default="", help="the GPU that is decided for, by name")
     asked = parser.parse_args()
     if asked.device:
@@ -164,4 +179,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     first = random.SystemRandom().randrange(10**8) if asked.seed is None else asked.seed
     more = {"caches": asked.caches, "training": asked.training, "device": asked.device}
+    more["inductor"] = asked.inductor
     sys.exit(min(1, main(asked.count, first, asked.target, **more)))

@@ -1,7 +1,7 @@
 """Training steps of the models that `speed.py` times: a forward, and the gradients of all parameters.
 
 Float32, attention as the libraries write it by default, in training mode with every dropout at 0. The loss is the sum
-of the mean squares of what the model returns. Gradients are compared with eager's.
+of the mean squares of what the model returns. Gradients are compared with eager's, of which the largest counts as 1.
 """
 
 from __future__ import annotations
@@ -41,19 +41,23 @@ def measure(census: Census, name: str) -> Iterator[Row]:
 class Trained(Subject):
     """A model in training mode; what it gives are the loss and its gradients."""
 
+    unit = 1.0
+
     @classmethod
     def of(cls, subject: Subject) -> Trained:
         """The same model, which is no longer in eval mode."""
         subject.model.train()
         trained = cls(**{field.name: getattr(subject, field.name) for field in fields(subject)})
-        draws = map(partial(trained.run, trained.model), (SEED, SEED + 1))
-        trained.deterministic = same_tensors(*draws)
+        first, second = map(partial(trained.run, trained.model), (SEED, SEED + 1))
+        trained.deterministic = same_tensors(first, second)
+        trained.unit = max((float(gradient.abs().max()) for gradient in first[1:]), default=1.0) or 1.0
         return trained
 
     def run(self, function: Callable[..., Any], seed: int = SEED) -> list[Tensor]:
-        """The loss, and the gradients of the parameters that it depends on."""
+        """The loss, and the gradients of the parameters that it depends on, in units of eager's largest."""
         torch.manual_seed(seed)
-        return self._step(function)
+        loss, *gradients = self._step(function)
+        return [loss, *(gradient / self.unit for gradient in gradients)]
 
     def call(self, function: Callable[..., Any]) -> Callable[[], Any]:
         """A whole step."""

@@ -170,14 +170,19 @@ def _sites_of(row: Row) -> list[list[Row]]:
 
 def unread_table(rows: Sequence[Row]) -> str:
     """Why operands with an angle were not read as rotary, most frequent first."""
-    left: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        for operand in row.get("operands", ()):
-            if operand["angle"] and "rotary" not in operand["read"]:
-                left[operand["read"] or "nothing was found"].append(row["name"])
-    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
-    header = ("why an angle is not read", "operands", "models", "such as")
-    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
+    operands = ((row["name"], operand) for row in rows for operand in row.get("operands", ()) if operand["angle"])
+    left = ((o["read"] or "nothing was found", name) for name, o in operands if "rotary" not in o["read"])
+    return _reasons("why an angle is not read", "operands", left)
+
+
+def _reasons(title: str, counted: str, left: Iterable[tuple[str, str]]) -> str:
+    """A line a reason, most frequent first: how often it was given, and for which models."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for why, name in left:
+        names[why].append(name)
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    header = (title, counted, "models", "such as")
+    return _table(header, ((why, len(of), len(set(of)), _listed(of)) for why, of in ordered))
 
 
 # ---- regions without padding ----
@@ -210,14 +215,9 @@ def _padding_cells(label: str, rows: Sequence[Row]) -> Row:
 
 def stops_table(rows: Sequence[Row]) -> str:
     """Reasons why a mask's attentions have no region, most frequent first."""
-    left: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        for region in row.get("regions", ()):
-            if region["outcome"] == "left":
-                left[without_places(region["reason"])].append(row["name"])
-    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
-    header = ("why there is no region", "masks", "models", "such as")
-    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
+    regions = ((row["name"], region) for row in rows for region in row.get("regions", ()))
+    left = ((without_places(region["reason"]), name) for name, region in regions if region["outcome"] == "left")
+    return _reasons("why there is no region", "masks", left)
 
 
 # ---- projections ----
@@ -248,14 +248,9 @@ def _projections_cells(label: str, rows: Sequence[Row]) -> Row:
 
 def apart_table(rows: Sequence[Row]) -> str:
     """Reasons why projections stay products of their own, most frequent first."""
-    left: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        for projection in row.get("projections", ()):
-            if projection["outcome"] == "left" and projection["reason"] != ALREADY:
-                left[projection["reason"]] += [row["name"]] * projection["operands"]
-    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
-    header = ("why they stay apart", "queries, keys, values", "models", "such as")
-    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
+    projections = ((row["name"], p) for row in rows for p in row.get("projections", ()) if p["outcome"] == "left")
+    apart = ((p["reason"], name) for name, p in projections if p["reason"] != ALREADY for _ in range(p["operands"]))
+    return _reasons("why they stay apart", "queries, keys, values", apart)
 
 
 # ---- other runtimes ----
