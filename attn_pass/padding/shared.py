@@ -17,6 +17,7 @@ from attn_pass.graph.numbering import Numbers
 from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.graph.writes import call_writes
 from attn_pass.padding.added import added_mask, ancestors
 from attn_pass.padding.masks import PER_BATCH, mask_of
 from attn_pass.reading.vocabulary import understand
@@ -117,10 +118,10 @@ def erase_unread_writes(graph: Graph) -> None:
     """Takes out what writes to memory that nobody reads any more, as a sum in place does that a kernel takes over."""
     effects = Effects(graph)
     for node in reversed(list(graph.nodes)):
-        call = understand(node)
-        target = None if call is None or not call.in_place or node.users else call.args.get("input")
-        if not isinstance(target, Node):
+        call, writes = understand(node), call_writes(node)
+        if call is None or not call.in_place or node.users or len(writes) != 1:
             continue
+        target = writes[0].target
         aliases, at = effects.aliases(target), effects.position[node]
         read = any(effects.position[user] > at for alias in aliases for user in alias.users)
         if not read and effects.is_internal(target, set(aliases)):

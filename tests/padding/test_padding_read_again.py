@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
+from attn_pass.entries.transaction import decide
+from attn_pass.options import make_options
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 B, L, H, E = 4, 24, 2, 16
@@ -283,6 +285,28 @@ def test_a_sum_that_is_written_after_its_mask_was_added() -> None:
     got, want = step(model, compiled(model), IDS, left_padding), step(model, model, IDS, left_padding)
     for name, value in got.items():
         torch.testing.assert_close(value, want[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+class Copied(Encoder):
+    """The result is copied to a tensor, of which a view is read."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(ids)
+        room = torch.zeros(B, L + 1, E)
+        room[:, 1:].copy_(self.attend(0, x, x, mask))
+        return room[:, 1]
+
+
+def test_what_is_copied_to_a_tensor_stays_in_an_exported_program() -> None:
+    """The operator's own name for the tensor that it copies is ``input``; the one that it writes to is read."""
+    model = Copied().eval()
+    with torch.no_grad():
+        program = torch.export.export(model, (IDS, MASK))
+        options = make_options(choose="fused", targets=("cpu_kernel",), on_error="raise")
+        decision = decide(program.graph_module, options, "aoti", "inductor", lambda: {})
+        assert decision.changed
+        program.graph_module.recompile()
+        torch.testing.assert_close(program.module()(IDS, MASK), model(IDS, MASK))
 
 
 def test_a_traced_graph_without_symbols() -> None:

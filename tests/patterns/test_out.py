@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_eager import randn, same
+from against_eager import qkv, randn, same
 from torch import Tensor
 
 import attn_pass
@@ -299,3 +299,18 @@ def test_scores_in_an_input_are_left() -> None:
 
     report = same(run, *inputs(), torch.zeros(8, 5, 7), rewritten=0)
     assert "memory that others can see" in report.sites[0].reason
+
+
+def test_a_result_under_a_range_of_keys_is_written() -> None:
+    """Nothing but a view of the tensor reads it; where padding may be taken out, unread writes are looked for."""
+
+    def written(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
+        keys, values = (x.expand(-1, 2, -1, -1).reshape(4, 17, 8) for x in (k, v))
+        scores = (q.reshape(4, 17, 8) @ keys.mT).view(2, 2, 17, 17)
+        weights = scores.masked_fill(torch.arange(17) > last, float("-inf")).softmax(-1)
+        result = torch.zeros(4, 17, 8, dtype=q.dtype)
+        result.baddbmm_(weights.reshape(4, 17, 17), values)
+        return result.view(2, 2, 17, 8) + 1
+
+    q, k, v = qkv(2, 2, 17, 17, 8, kv_heads=1)
+    same(written, q, k, v, torch.tensor(5), rewritten=1, choose="fused", targets=("cpu_kernel",))
