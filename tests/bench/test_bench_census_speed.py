@@ -84,7 +84,7 @@ def test_a_training_step_gives_the_loss_and_the_gradients_of_what_it_depends_on(
     expected = made.model(*made.args, **made.kwargs).square().mean()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, made.model.weight)[0])
-    assert float(trained.run(made.model)[1].abs().max()) == pytest.approx(1)  # what is compared does not depend on sizes
+    assert float(trained.run(made.model)[1].abs().max()) == pytest.approx(1)  # of what is compared, for all sizes
 
 
 def test_a_difference_as_large_as_stock_s_is_no_wrong_number() -> None:

@@ -17,7 +17,7 @@ from fuzz_graphs import graph_of, values
 from fuzz_program import SCORES
 from fuzz_strategy import Case
 from torch._inductor.graph import GraphLowering
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 import attn_pass
 from attn_pass.engine import rewrite_graph
@@ -280,8 +280,12 @@ def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Repo
 @contextmanager
 def _beside_convolutions() -> Iterator[None]:
     """What has four dimensions and is saved for the backward lies in memory as Inductor has it beside convolutions."""
-    every = mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", lambda self: set(self.module.graph.nodes))
-    with mock.patch.object(GraphLowering, "decide_layout_opt", lambda *_, **__: True), every:
+
+    def every_node(lowering: GraphLowering) -> set[Node]:
+        return set(lowering.module.graph.nodes)
+
+    preferred = mock.patch.object(GraphLowering, "find_nodes_prefer_channels_last", every_node)
+    with mock.patch.object(GraphLowering, "decide_layout_opt", lambda *_, **__: True), preferred:
         yield
 
 

@@ -4,11 +4,11 @@ Programs come in batches, one hypothesis seed each; a batch that fails is shrunk
 on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws the same programs again.
 
 With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, or with ``--training`` all with
-gradients, and every site that the target takes goes to it. With ``--inductor`` their code is compiled and run, which
-takes ten seconds a program: those without dropout, as beside convolutions. With ``--caches`` all masks are those of caches:
-positions, lengths, windows, ring buffers, left padding. ``--device H200`` decides for a GPU, in half precision and with
-head dims of 16: its operators are what they are on a CPU, and the stand-ins of the bench; the ranges of masks are
-looked up whatever that costs.
+gradients, and every site that the target takes goes to it. With ``--inductor`` the programs without dropout are
+compiled by Inductor, laid out as beside convolutions, in 2 to 10 seconds each. With ``--caches`` all masks are those of
+caches: positions, lengths, windows, ring buffers, left padding. ``--device H200`` decides for a GPU, in half precision
+and with head dims of 16: its operators are what they are on a CPU, and the stand-ins of the bench; the ranges of masks
+are looked up whatever that costs.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_targets_that_few_programs_reach(target: str, change: Callable[[Case], C
     assert tally.counts[f"target {target}"] > 15, (tally.counts, tally.reasons)
 
 
-# A program that Dynamo or export writes costs as much as five that are written directly, Inductor's code as two hundred.
+# A program that Dynamo or export writes costs as much as five that are written directly, Inductor's code as 200.
 @pytest.mark.parametrize(
     ("through", "count"), [("compile", 100), ("export", 100), pytest.param("inductor", 4, marks=pytest.mark.slow)]
 )
