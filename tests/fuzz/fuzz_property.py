@@ -265,10 +265,9 @@ def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Repo
     else:
         backend = attn_pass.wrap("aot_eager_default_partitioner", **options)
         compiled = torch.compile(function.forward, backend=backend, dynamic=False, fullgraph=True)
-    given = _copies(inputs, case.grad)
     try:
-        with attn_pass.record() as report, torch.set_grad_enabled(case.grad), _beside_convolutions():
-            _run(compiled, given, case.grad)
+        with attn_pass.record() as report, _beside_convolutions():
+            _run(compiled, inputs, case.grad)
     except torch._dynamo.exc.Unsupported as error:
         raise NoProgram(f"no graph: {error}") from error
     except Exception as error:
