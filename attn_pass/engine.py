@@ -127,7 +127,9 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence
     """Runs what surrounds the attentions without padding, where that is proved, and records what came of it."""
     operators = {operator for family in families() for operator in family.attention_of_packed_rows()}
     draws = run.program != "compile" or not torch._inductor.config.fallback_random
-    graph = Graph(gm, operators, run.sizes, region, run.options, run.device_of, draws)
+    is_given = run.runner == "inductor" and LINEAR_LAYERS not in run.without
+    options = run.options if is_given else replace(run.options, linear_layers="off")  # what they take is counted on
+    graph = Graph(gm, operators, run.sizes, region, options, run.device_of, draws)
     regions = take_padding_out(graph, functools.partial(run.complain, None))
     names = {family.packs_rows for family in families()}
     run.report.regions += [*regions, *of_other_targets(sites, names - {""})]

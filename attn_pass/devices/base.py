@@ -35,10 +35,10 @@ OnReading = Callable[[str, Reading], None]
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A linear layer in inference, with operands and result of one dtype.
+    """A linear layer in inference.
 
     Attributes:
-        dtype: of all of them.
+        dtype: of its operands and its result; under autocast operands are cast to it first.
         rows: how many rows are multiplied, by the sizes' hints.
         features: how many features each has.
         width: how many the result has.
@@ -47,6 +47,7 @@ class LinearLayer:
         by_columns: the weight is stored transposed, (features, width).
         is_constant: the weight becomes a constant of the compiled code, which Inductor packs itself (``freezing``).
         is_packaged: and so in a package, where Inductor has oneDNN multiply it.
+        is_plain: the weight is a parameter, a constant or an input, and no operand is cast.
     """
 
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class LinearLayer:
     by_columns: bool
     is_constant: bool
     is_packaged: bool = False
+    is_plain: bool = True
 
 
 class FasterLinear(NamedTuple):
@@ -197,12 +199,16 @@ class Family:
         """The call that was measured to be faster for a linear layer than torch's; None for none."""
         return None
 
-    def new_rows_us(self, layer: LinearLayer, *, chooses: bool) -> float:
+    def new_rows_us(self, device: Device, layer: LinearLayer, *, chooses: bool) -> float:
         """Microseconds that a product takes once more for every number of rows that it has not had before.
 
         ``chooses`` says that `faster_linear` decides what multiplies the layer.
         """
         return 0.0
+
+    def linear_gflops(self, device: Device, layer: LinearLayer, *, chooses: bool) -> float:
+        """GFLOP/s at which a linear layer of many rows is multiplied; ``chooses`` as for `new_rows_us`."""
+        return device.matmul(layer.dtype)
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Last edits of a rewritten graph that Inductor compiles, to what its calls read; whether there were any."""

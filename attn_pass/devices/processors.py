@@ -99,6 +99,7 @@ _AVX2 = replace(
     fused_op_us=50.0,
     times=CoreTimes(
         task_us=(1.0, 5.0),
+        contended_us=(4.0, 4.0),
         score_ns=(1.4, 2.3),
         half_mask_ns=0.7,
         few_rows_rate={torch.bfloat16: 0.6, torch.float16: 0.4},

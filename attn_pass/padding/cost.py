@@ -70,11 +70,13 @@ def cost_of(
     device: Device,
     hint: Callable[[Index], int],
     new_rows_us: Callable[[LinearLayer], float],
+    linear_gflops: Callable[[LinearLayer], float],
     frozen: bool = False,
 ) -> Cost:
     """What a region costs, by the sizes of its weights.
 
-    ``new_rows_us`` tells what a layer costs for a number of rows that is new; ``frozen``: weights are constants.
+    ``new_rows_us`` tells what a layer costs for a number of rows that is new, ``linear_gflops`` at which rate it is
+    multiplied; ``frozen``: weights are constants.
     """
     rows = hint(product(proof.group.rows))
     us = 0.0
@@ -91,7 +93,6 @@ def cost_of(
             if not isinstance(numbers, int):
                 continue
             dtype = weight.dtype if result is None else result.dtype  # autocast multiplies in its own
-            us += 2e-3 * rows * numbers / device.matmul(dtype)
             features, width = map(int, reversed(weight.shape))
             layer = LinearLayer(
                 dtype=dtype,
@@ -103,6 +104,7 @@ def cost_of(
                 by_columns=False,
                 is_constant=frozen,
             )
+            us += 2e-3 * rows * numbers / linear_gflops(layer)
             prepared[dtype, features, width] = new_rows_us(layer)
     pairs = rows * hint(proof.group.rows.length) if proof.group.mask.is_of_pairs else 0
     finding = _FINDING_US + _ROW_US * rows + _PAIR_US * pairs + _copying(proof, device, rows)

@@ -202,8 +202,10 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
 def _cost(graph: Graph, proof: Proof) -> Cost:
     device = graph.device(proof.sites[0])
     chooses = graph.options.linear_layers == "best" and not proof.is_trained
-    new_rows_us = functools.partial(family_of(device).new_rows_us, chooses=chooses)
-    return cost_of(proof, device, graph.sizes.hint, new_rows_us, frozen=bool(graph.gm.meta.get(FOLDS_CONSTANTS)))
+    family, frozen = family_of(device), bool(graph.gm.meta.get(FOLDS_CONSTANTS))
+    new_rows_us = functools.partial(family.new_rows_us, device, chooses=chooses)
+    linear_gflops = functools.partial(family.linear_gflops, device, chooses=chooses)
+    return cost_of(proof, device, graph.sizes.hint, new_rows_us, linear_gflops, frozen)
 
 
 def _stops(trace: Trace, proof: Proof) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """Linear layers, around attentions and inside them, that another kernel computes faster than torch's call.
 
 They are most of a model's time, and each is what it was, a product with a bias: nothing has to be proved but that its
-operands and its result have one dtype, and that nobody asks for a gradient.
+operands and its result have one dtype, or are cast to one by autocast, and that nobody asks for a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, memory_order, tensor_value, value_key, wants_gradient
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import product
-from attn_pass.projections.linear import Linear, linear_of
+from attn_pass.projections.linear import Linear, product_of
 from attn_pass.report.alike import merged
 from attn_pass.report.linear_layers import LinearLayersReport
 from attn_pass.report.places import source_line
@@ -33,6 +33,8 @@ _ACTIVATIONS: Mapping[Any, str] = {
     torch.nn.functional.silu: "silu",
     torch.ops.aten.silu.default: "silu",
 }
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+"""What autocast casts on a CPU; float64 stays."""
 DeviceOf = Callable[[torch.device], Device]
 
 
@@ -47,14 +49,15 @@ def give_to_libraries(
     regions = Regions(gm.graph, region)
     found: list[tuple[Linear, LinearLayer, FasterLinear, Node | None]] = []
     for node in gm.graph.nodes:
-        linear = linear_of(node)
+        linear = product_of(node)
         if linear is None or regions.of(node).functorch:
             continue
         if program == "compile" and _may_be_trained(linear, regions.of(node)):
             continue
         # With ``freezing`` as an option of one compile Dynamo passes weights as inputs all the same.
         is_constant = folds and linear.weight.op == "get_attr"
-        layer = _facts(linear, sizes, is_constant=is_constant, is_packaged=folds and program == "aoti")
+        packaged = folds and program == "aoti"
+        layer = _facts(linear, regions.of(node), sizes, is_constant=is_constant, is_packaged=packaged)
         faster = None if layer is None else _faster(linear, layer, device)
         if layer is not None and faster is not None:
             found.append((linear, layer, faster, _applied(node, regions, faster)))
@@ -63,9 +66,10 @@ def give_to_libraries(
     for linear, layer, faster, applied in found:
         activation = "none" if applied is None else _activation(applied)
         records.append(_record_of(linear, layer, faster, activation))
-        rows = replaced.get(linear.input, linear.input)
+        # An operand may be a layer that has been replaced by now; its result has the dtype that the node's had.
+        operands = [None if x is None else replaced.get(x, x) for x in (linear.input, linear.weight, linear.bias)]
         old = linear.node if applied is None else applied
-        replaced[old] = _replace(gm.graph, linear, rows, old, faster.operator, activation)
+        replaced[old] = _replace(gm.graph, linear, operands, old, faster.operator, activation)
     return merged(records)
 
 
@@ -95,14 +99,19 @@ def _may_be_trained(linear: Linear, region: Region) -> bool:
     return region.grad_enabled is not False and any(wants_gradient(operand) for operand in operands)
 
 
-def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool, is_packaged: bool) -> LinearLayer | None:
+def _facts(linear: Linear, region: Region, sizes: Sizes, *, is_constant: bool, is_packaged: bool) -> LinearLayer | None:
     """What a layer's speed depends on; None for one that is no product of plain tensors of one dtype."""
     fakes = [tensor_value(node) for node in (linear.node, linear.input, *linear.parameters)]
     if any(type(fake) is not FakeTensor or fake.layout != torch.strided for fake in fakes):
         return None
     result, given, weight = fakes[:3]
     assert result is not None and given is not None and weight is not None
-    if len({(fake.dtype, fake.device) for fake in fakes if fake is not None}) != 1 or given.dim() < 2:
+    operands = [fake for fake in fakes[1:] if fake is not None]
+    if any(fake.device != result.device for fake in operands) or given.dim() < 2:
+        return None
+    cast_to = region.autocast_dtype(result.device.type)
+    is_cast = any(fake.dtype != result.dtype for fake in operands)
+    if is_cast and (cast_to != result.dtype or any(fake.dtype not in _CAST for fake in operands)):
         return None
     if not (_is_contiguous(weight, sizes) and _is_contiguous(result, sizes)):
         return None
@@ -120,6 +129,7 @@ def _facts(linear: Linear, sizes: Sizes, *, is_constant: bool, is_packaged: bool
         by_columns=linear.by_columns,
         is_constant=is_constant,
         is_packaged=is_packaged,
+        is_plain=linear.is_given and not is_cast,
     )
 
 
@@ -140,26 +150,47 @@ def _faster(linear: Linear, layer: LinearLayer, device: DeviceOf) -> FasterLinea
 
 
 def _replace(
-    graph: Graph, linear: Linear, rows: Node, old: Node, operator: Callable[..., Any], activation: str
+    graph: Graph,
+    linear: Linear,
+    operands: Sequence[Node | None],
+    old: Node,
+    operator: Callable[..., Any],
+    activation: str,
 ) -> Node:
     """Puts the library's call in a layer's place.
 
-    ``rows`` is what its input is by now, and ``old`` what is replaced: the layer, or its activation.
+    ``operands`` are what its input, weight and bias are by now, and ``old`` what is replaced: the layer, or its
+    activation.
     """
     node = linear.node
+    result = tensor_value(node)
+    assert result is not None
+    dtype = result.dtype
     with graph.inserting_before(node):
-        weight = linear.weight
+        rows, weight, bias = (_cast(graph, operand, dtype) for operand in operands)
         if linear.by_columns:
-            weight = graph.call_function(torch.ops.aten.t.default, (weight,))
-            key = value_key(linear.weight)
-            weight.meta[key] = linear.weight.meta[key].t()
-        given = (rows, weight, linear.bias)
+            assert weight is not None
+            stored, key = weight, value_key(weight)
+            weight = graph.call_function(torch.ops.aten.t.default, (stored,))
+            weight.meta[key] = stored.meta[key].t()
+        given = (rows, weight, bias)
         call = graph.call_function(operator, given if activation == "none" else (*given, activation))
     call.meta = dict(old.meta)
     old.replace_all_uses_with(call)
     for each in dict.fromkeys((old, node)):
         graph.erase_node(each)
     return call
+
+
+def _cast(graph: Graph, operand: Node | None, dtype: torch.dtype) -> Node | None:
+    """An operand as autocast has it multiplied, in front of where the graph inserts."""
+    value = None if operand is None else tensor_value(operand)
+    if operand is None or value is None or value.dtype == dtype:
+        return operand
+    cast = graph.call_function(torch.ops.aten.to.dtype, (operand, dtype))
+    key = value_key(operand)
+    cast.meta[key] = operand.meta[key].to(dtype)
+    return cast
 
 
 def _record_of(linear: Linear, layer: LinearLayer, faster: FasterLinear, activation: str) -> LinearLayersReport:

@@ -33,6 +33,11 @@ class Linear:
     by_columns: bool = False
 
     @property
+    def is_given(self) -> bool:
+        """Whether the program was given the weight, as a parameter, a constant or an input."""
+        return self.weight.op in ("placeholder", "get_attr")
+
+    @property
     def parameters(self) -> tuple[Node, ...]:
         """The weight, and the bias if there is one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
@@ -40,6 +45,12 @@ class Linear:
 
 def linear_of(node: Node) -> Linear | None:
     """The linear layer that a node is: a product with a matrix that the program was given; None for anything else."""
+    linear = product_of(node)
+    return linear if linear is not None and linear.is_given else None
+
+
+def product_of(node: Node) -> Linear | None:
+    """The same where the matrix may be computed by the program, of a size that is known."""
     call = understand(node) if operation_of(node) in _PRODUCTS else None
     if call is None or call.in_place:
         return None
@@ -53,13 +64,13 @@ def linear_of(node: Node) -> Linear | None:
 
 
 def _product(node: Node, rows: object, matrix: object, bias: object) -> Linear | None:
-    """A product that is a linear layer: with a matrix as it was given, or with such a one transposed."""
+    """A product that is a linear layer: with a matrix as it is, or with one that is transposed for it."""
     if not isinstance(matrix, Node) or not isinstance(rows, Node):
         return None
     call = understand(matrix)
-    if call is None:
-        return _linear(node, rows, matrix, bias, by_columns=True)
-    return _linear(node, rows, call["input"], bias) if _turns_matrix(matrix, call) else None
+    if call is not None and _turns_matrix(matrix, call):
+        return _linear(node, rows, call["input"], bias)
+    return _linear(node, rows, matrix, bias, by_columns=True)
 
 
 def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: bool = False) -> Linear | None:
@@ -68,8 +79,8 @@ def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: 
     matrix, added, result = tensor_value(weight), tensor_value(bias), tensor_value(node)
     if matrix is None or matrix.dim() != 2 or result is None or (added is not None and added.dim() != 1):
         return None
-    is_given = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in matrix.shape)
-    return Linear(node, rows, weight, bias, by_columns) if is_given else None
+    is_static = all(type(size) is int for size in matrix.shape)
+    return Linear(node, rows, weight, bias, by_columns) if is_static else None
 
 
 def _turns_matrix(matrix: Node, call: Call) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 import attn_pass
 from attn_pass.devices.base import LinearLayer
+from attn_pass.devices.cpu.facts import cpu
 from attn_pass.devices.cpu.linear import rules
 from attn_pass.entries.transaction import decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
@@ -32,8 +34,9 @@ Layer = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule of the processors where oneDNN was measured."""
+    """The rule of the processors where oneDNN was measured; what it does not multiply has tests of its own."""
     monkeypatch.setattr(rules, "is_amd", lambda: True)
+    monkeypatch.setattr(rules, "is_onednns", lambda dtype: True)
 
 
 class Around(nn.Module):
@@ -54,7 +57,7 @@ class Around(nn.Module):
 
 
 class Decided:
-    """A backend that runs the rewritten graph eagerly; ``calls`` of `attn_pass::linear` that it has."""
+    """A backend that runs the rewritten graph eagerly; ``calls`` of `attn_pass`'s own operators for layers in it."""
 
     def __init__(self, frozen: bool = False, program: str = "compile", **options: Any) -> None:
         self.options, self.frozen, self.program = options, frozen, program
@@ -63,7 +66,7 @@ class Decided:
     def __call__(self, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         options = make_options(**{"choose": "fused", "on_error": "raise", **self.options})
         self.report = decide(gm, options, self.program, "inductor", lambda: {FOLDS_CONSTANTS: self.frozen}).report
-        self.calls = sum(str(node.target) == "attn_pass.linear.default" for node in gm.graph.nodes)
+        self.calls = sum(str(node.target).startswith("attn_pass.linear") for node in gm.graph.nodes)
         return gm.forward
 
 
@@ -80,7 +83,7 @@ def decided(
         plain = model(x.to(dtype))
         exact = model.double()(x.to(dtype).double())
     error, stock = ((y - exact).abs().max() for y in (got, plain))
-    assert error <= 2 * stock + 1e-5, (error, stock)
+    assert error <= 4 * stock + 1e-5, (error, stock)
     return backend
 
 
@@ -209,11 +212,90 @@ def test_left(name: str) -> None:
 def test_taken_without_their_neighbours() -> None:
     """What the table above leaves is taken where the one thing that refuses it is not there."""
     assert decided(F.linear, frozen=True).calls == 1
-    assert decided(F.linear, dtype=torch.bfloat16).calls == 1
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        assert decided(F.linear, dtype=torch.bfloat16).calls == 1
     assert decided(F.linear, program="aoti").calls == 1
     assert decided(F.linear, MANY, dynamic=True).calls == 1
     assert decided(inside_no_grad, grad=True).calls == 1
     assert decided(lambda x, w, b: F.linear(F.linear(x, w, b).relu_(), w)).calls == 2
+
+
+# ---------------------------------------------------------------- of a type without a fast product
+
+
+@pytest.fixture
+def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX2 alone."""
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(rules, "is_onednns", lambda dtype: False)
+
+
+def of_one_dtype(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Autocast has nothing to cast but the bias."""
+    with torch.autocast("cpu", torch.bfloat16):
+        low = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        return F.linear(x.to(low), w.to(low), b)
+
+
+def in_two_blocks(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x, w, b)
+    return F.linear(y.to(w.dtype), w)  # of float32
+
+
+def float64_under_autocast(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x.double(), w.double(), b.double())
+
+
+def transposed_in_place(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """The matrix is another one by the time of the second product."""
+    turned = w * 1.0
+    y = x @ turned
+    turned.t_()
+    return y @ turned
+
+
+def of_any_size(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return (x @ w[:, : x.shape[1] + 1]).sum(-1, keepdim=True) * b
+
+
+HALF = {"dtype": torch.bfloat16}
+WIDENED: dict[str, tuple[Layer, dict[str, Any], int]] = {
+    "in bfloat16": (F.linear, HALF, 1),
+    "in float16": (F.linear, {"dtype": torch.float16}, 1),
+    "of any number of rows": (F.linear, {**HALF, "dynamic": True}, 1),
+    "by columns": (lambda x, w, b: torch.addmm(b, x.flatten(0, 1), w), HALF, 1),
+    "of a weight that is computed": (lambda x, w, b: F.linear(x, w * 1.0, b), HALF, 1),
+    "by columns of a weight that is computed": (lambda x, w, b: x @ (w * 1.0), HALF, 1),
+    "of a transposed weight that is computed": (lambda x, w, b: x @ (w * 1.0).t(), HALF, 1),
+    "under autocast": (under_autocast, {}, 1),
+    "under autocast, the bias alone": (of_one_dtype, {}, 1),
+    "under autocast and after it": (in_two_blocks, {}, 1),
+    "in a frozen package": (F.linear, {**HALF, "frozen": True, "program": "aoti"}, 1),
+    "in float64 under autocast": (float64_under_autocast, {}, 0),
+    "in float32": (lambda x, w, b: F.linear(x, w * 1.0, b), {}, 0),
+    "with gradients": (F.linear, {**HALF, "grad": True}, 0),
+    "of a weight that is such a layer": (lambda x, w, b: F.linear(F.linear(x, w @ (w + 1.0)), w, b), HALF, 3),
+    "of a bias that is such a layer": (lambda x, w, b: F.linear(x, w, (b[None] @ w.clone())[0]), HALF, 2),
+    "a weight that is transposed in place": (transposed_in_place, HALF, 0),
+    "of a weight of any size": (of_any_size, {**HALF, "dynamic": True}, 0),
+    "under autocast with gradients": (under_autocast, {"grad": True}, 0),
+    "opted out of": (F.linear, {**HALF, "linear_layers": "off"}, 0),
+}
+
+
+@pytest.mark.usefixtures("without_half")
+@pytest.mark.parametrize("name", WIDENED)
+def test_a_layer_of_a_type_without_a_fast_product(name: str) -> None:
+    layer, given, calls = WIDENED[name]
+    backend = decided(layer, **given)
+    assert (backend.calls, sum(record.layers for record in backend.report.linear_layers)) == (calls, calls)
+    assert {record.library for record in backend.report.linear_layers} <= {"the CPU kernel"}
+
+
+def test_other_processors_leave_what_is_cast_or_computed() -> None:
+    assert decided(of_one_dtype).calls == decided(lambda x, w, b: F.linear(x, w * 1.0, b)).calls == 0
 
 
 def test_decided_for_another_device() -> None:
@@ -325,7 +407,7 @@ def test_compiled(dtype: torch.dtype) -> None:
             exact = model.double()(x.double())
             model.to(dtype)
             error, stock = ((y - exact).abs().max() for y in (compiled(x), model(x)))
-            assert error <= 2 * stock + 1e-5
+            assert error <= 4 * stock + 1e-5
     assert sum(record.layers for record in report.linear_layers) == report.graphs * (3 if dtype == torch.float32 else 1)
 
 
@@ -382,12 +464,12 @@ def test_a_second_try_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that Inductor cannot lower is torch's again, and the attention stays rewritten."""
     from torch._inductor import lowering as lowerings
 
-    from attn_pass.devices.cpu.linear import lowering
+    from attn_pass.devices.cpu.linear import onednn_template
 
     def fails(*args: Any) -> Any:
         raise NotImplementedError("no such call here")
 
-    monkeypatch.setitem(lowerings.lowerings, lowering.OPERATOR, fails)
+    monkeypatch.setitem(lowerings.lowerings, onednn_template.OPERATOR, fails)
     model = Around(F.linear).eval()
     x = torch.randn(B, L, E)
     torch._dynamo.reset()
@@ -416,6 +498,7 @@ def test_rows_of_padding_may_all_be_there() -> None:
 def test_code_for_a_new_number_of_rows_is_counted_where_onednn_multiplies(dtype: torch.dtype) -> None:
     layer = LinearLayer(dtype, 4096, E, E, True, False, False, is_constant=False)
     half = dtype != torch.float32
-    assert (rules.new_rows_us(layer, chooses=True) > 0, rules.new_rows_us(layer, chooses=False) > 0) == (True, half)
-    assert rules.new_rows_us(replace(layer, is_constant=True), chooses=False) > 0
-    assert (rules.new_rows_us(replace(layer, rows=1), chooses=True) > 0) == half
+    us = functools.partial(rules.new_rows_us, cpu())
+    assert (us(layer, chooses=True) > 0, us(layer, chooses=False) > 0) == (True, half)
+    assert us(replace(layer, is_constant=True), chooses=False) > 0
+    assert (us(replace(layer, rows=1), chooses=True) > 0) == half

@@ -21,7 +21,7 @@ from attn_pass.devices.cpu.cpu_kernel import CpuKernel
 from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set, is_amd
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import build, source
-from attn_pass.devices.cpu.linear.rules import faster_linear, new_rows_us
+from attn_pass.devices.cpu.linear.rules import faster_linear, linear_gflops, new_rows_us
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.graph.values import Sizes
@@ -80,18 +80,22 @@ class Cpu(Family):
         """The lowerings of operators that a graph may have calls of; importing them registers them."""
         if "attn_pass.devices.cpu.kernel.operator" in sys.modules:
             import_module("attn_pass.devices.cpu.kernel.gradient_template")
-        if "attn_pass.devices.cpu.linear.operator" in sys.modules:
-            import_module("attn_pass.devices.cpu.linear.lowering")
-        if "attn_pass.devices.cpu.linear.few_rows" in sys.modules:
-            import_module("attn_pass.devices.cpu.linear.few_rows_template")
+        if "attn_pass.devices.cpu.linear.onednn_call" in sys.modules:
+            import_module("attn_pass.devices.cpu.linear.onednn_template")
+        if "attn_pass.devices.cpu.linear.kernel_call" in sys.modules:
+            import_module("attn_pass.devices.cpu.linear.kernel_template")
 
     def faster_linear(self, layer: LinearLayer) -> FasterLinear | None:
         """By the CPU kernel or oneDNN, on processors where that was measured."""
         return faster_linear(layer)
 
-    def new_rows_us(self, layer: LinearLayer, *, chooses: bool) -> float:
+    def new_rows_us(self, device: Device, layer: LinearLayer, *, chooses: bool) -> float:
         """OneDNN's, which makes code for each number of rows."""
-        return new_rows_us(layer, chooses=chooses)
+        return new_rows_us(device, layer, chooses=chooses)
+
+    def linear_gflops(self, device: Device, layer: LinearLayer, *, chooses: bool) -> float:
+        """That of float32 where the CPU kernel widens a type that torch multiplies slowly."""
+        return linear_gflops(device, layer, chooses=chooses)
 
     def settle_operands(self, graph: Graph, sizes: Sizes) -> bool:
         """Parts of masks that are broadcast are computed once."""

@@ -66,7 +66,7 @@ def here(sanitizer: str, name: str) -> None:
     import test_cpu_attention as drawn
     import test_cpu_backward as drawn_backwards
     import test_cpu_lanes as drawn_lanes
-    import test_linear_of_few_rows as drawn_linear
+    import test_linear_kernel as drawn_linear
     import test_packed_rows as drawn_packed
     import torch
 

@@ -187,7 +187,7 @@ TOLD = """
 import os
 from attn_pass.devices.cpu.kernel import build, source
 import sanitize, test_cpu_attention as attention, test_cpu_dropout as dropout, test_cpu_lanes as lanes
-import test_linear_of_few_rows as linear
+import test_linear_kernel as linear
 
 build._FLAGS = ("-O1", *build._FLAGS[1:])  # half the compiler's time
 for name in ("amx", "avx512_bf16", "avx2", "plain", sanitize.ARM):

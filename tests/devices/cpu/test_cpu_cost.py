@@ -89,7 +89,7 @@ def in_the_kernel(keep: Keep | None, dynamic: bool) -> float:
         ("avx512_bf16", HALF, True),
         ("amx", torch.float32, True),
         ("amx", HALF, True),
-        ("avx2", torch.float32, False),
+        ("avx2", torch.float32, True),
         ("avx2", HALF, True),
         ("plain", torch.float32, False),
         ("plain", HALF, False),

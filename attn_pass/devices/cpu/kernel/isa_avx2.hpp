@@ -54,7 +54,10 @@ struct Isa {
     S at[W] = {};
     ATTN_METHOD Part(const S* p, i64 n) { std::memcpy(at, p, size_t(n) * sizeof(S)); }
   };
-  ATTN_INLINE vec load_some(const float* p, i64 n) { return load(Part<float>(p, n).at); }
+  ATTN_INLINE vec load_some(const float* p, i64 n) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_maskload_ps(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(i32(n)), lanes));
+  }
   ATTN_INLINE vec load_some_f16(const u16* p, i64 n) { return load_f16(Part<u16>(p, n).at); }
   ATTN_INLINE vec load_some_bf16(const u16* p, i64 n) { return load_bf16(Part<u16>(p, n).at); }
   ATTN_INLINE vec load_some_pairs(const u16*, i64) { return zero(); }

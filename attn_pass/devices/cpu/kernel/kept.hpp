@@ -73,6 +73,13 @@ template <class Call> ATTN_INLINE auto for_bias_type(const Args& a, const Call& 
   if (a.bias_type == BFLOAT16) return call(BF16{});
   return call(F16{});
 }
+// W contiguous biases, of which n are there; floats also where the kernel multiplies pairs.
+template <class B> ATTN_INLINE vec some_biases(const typename B::st* p, i64 n) {
+  if (n >= W) return B::widen(p);
+  n = std::max<i64>(n, 0);
+  if constexpr (B::CODE == BFLOAT16) return Isa::load_some_bf16(p, n);
+  else return B::some(p, n);
+}
 // Whether every key of a whole panel has a bias above -inf in each of some rows; false where that takes more than a look.
 ATTN_INLINE bool biases_keep_all(const Args& a, const Row* rows, i64 count, i64 key) {
   if (a.bias.stride[3] != 1 || key + PANEL > a.S) return false;
@@ -128,6 +135,14 @@ ATTN_INLINE u64 kept_by_bias(const Args& a, const Row& r, i64 key) {
   }
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
   u64 kept = 0;
+  if (a.bias.stride[3] == 1) {
+    for_bias_type(a, [&](auto type) ATTN_LAMBDA {
+      using B = decltype(type);
+      const auto* p = static_cast<const typename B::st*>(r.bias) + key;
+      for (i64 i = 0; i < n; i += W) kept |= u64(Isa::above(some_biases<B>(p + i, n - i), lowest)) << i;
+    });
+    return kept;
+  }
   for (i64 i = 0; i < n; i += W) kept |= u64(Isa::above(bias_at(a, r, key + i, n - i), lowest)) << i;
   return kept;
 }

@@ -1,4 +1,4 @@
-// A linear layer of few rows: every weight is read once, where it lies, and the memory's rate decides. Tasks take W rows of
+// A linear layer. Of few rows every weight is read once, where it lies, and the memory's rate decides. Tasks take W rows of
 // weights each, and go through these a few at a time, as a row of the input that was loaded serves them all.
 constexpr i64 AT_ONCE = 8;  // rows of the input whose sums stay in registers
 constexpr i64 KEPT = 4096;  // columns of the input, of these rows together, that stay in the first cache
@@ -158,7 +158,7 @@ template <class T> void linear_task(const void* job, i64 task) {
   }
 }
 
-template <class T> void multiply(const LinearArgs& a) {
+template <class T> void multiply_few(const LinearArgs& a) {
   using st = typename T::st;
   Linear j = {a, round_up(blocks_of(a.features, T::PER_COLUMN), W), nullptr};
   Parts parts;
@@ -175,4 +175,9 @@ template <class T> void multiply(const LinearArgs& a) {
   }
   run_tasks(blocks_of(a.width, results_of(a)), linear_task<T>, &j, threads_for(2.0 * a.rows * a.features * a.width, a.threads));
   call_arena().give_back();
+}
+
+template <class T> void multiply(const LinearArgs& a) {
+  if (a.rows > MOST_FEW) multiply_many<T>(a);
+  else multiply_few<T>(a);
 }

@@ -34,11 +34,11 @@ _COMMON_FILES = (
     "segments.hpp",
 )
 LINEAR = "multiply"
-"""A linear layer of few rows, which takes ``LinearArgs``."""
+"""A linear layer, which takes ``LinearArgs``."""
 _FILES = (*_COMMON_FILES, "lanes.hpp", "few.hpp")
 _FILES_OF = {
     BACKWARD: (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp"),
-    LINEAR: ("columns.hpp", "linear.hpp"),
+    LINEAR: ("columns.hpp", "packing.hpp", "linear_many.hpp", "linear.hpp"),
 }
 _NAMES_OF = {BACKWARD: f"{_OUTER}_back", LINEAR: f"{_OUTER}_linear"}
 _ARGUMENTS_OF = {BACKWARD: "BackwardArgs", LINEAR: "LinearArgs"}

@@ -120,6 +120,26 @@ ATTN_INLINE void add_biases(const Args& a, float scale, const Row* rows, i64 cou
   });
 }
 
+// The same where rows keep some keys of it, or the last keys are not there.
+ATTN_ONCE void add_kept_biases(const Args& a, float scale, const Row* rows, i64 count, const u64* words, bool full, i64 key, i64 there, float* s, i64 ld, vec* top) {
+  for_bias_type(a, [&](auto type) ATTN_LAMBDA {
+    using B = decltype(type);
+    const vec by = Isa::set1(scale), lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+    for (i64 r = 0; r < count; ++r) {
+      const auto* p = static_cast<const typename B::st*>(rows[r].bias) + key;
+      const u64 word = full ? ~u64(0) : words[r];
+      float* at = s + r * ld;
+      vec largest = top[r];
+      for (i64 n = 0; n < there; n += W) {
+        const vec x = Isa::keep(u32(word >> n), Isa::fma(Isa::load(at + n), by, some_biases<B>(p + n, a.S - key - n)), lowest);
+        Isa::store(at + n, x);
+        largest = Isa::max(x, largest);
+      }
+      top[r] = largest;
+    }
+  });
+}
+
 // ---- the first keys of a panel for MR rows: scores into s (rows of `ld`), -inf where `words` are given and do not have a
 // key, and the largest of each row into `top`, where scores are done then
 template <bool PAIR, int MR, int NR, class Next>
@@ -183,8 +203,10 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
   score_strip<T>(q, ldq, columns, keys, there, count, done, done && !full ? words : nullptr, s, ld, top, next);
   if (done) return;
   const bool biased_only = a.bias.data && !a.lookups[0].data && !a.has_score && !a.replaces;
-  if (full && biased_only && a.bias.stride[3] == 1 && key + there <= a.S)
-    return add_biases(a, scale.before, rows, count, key, there, s, ld, top);
+  if (biased_only && a.bias.stride[3] == 1) {
+    if (full && key + there <= a.S) return add_biases(a, scale.before, rows, count, key, there, s, ld, top);
+    return add_kept_biases(a, scale.before, rows, count, words, full, key, there, s, ld, top);
+  }
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
 

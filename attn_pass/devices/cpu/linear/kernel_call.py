@@ -1,4 +1,4 @@
-"""`attn_pass::linear_of_few_rows`: a linear layer by the CPU kernel, which reads every weight once, as it lies."""
+"""`attn_pass::linear_by_kernel`: a linear layer by the CPU kernel, which takes every weight as it lies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_pass.devices.cpu.kernel.source import LINEAR
 
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(
-    "linear_of_few_rows(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
+    "linear_by_kernel(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -27,11 +27,12 @@ class LinearArgs(ctypes.Structure):
     )
 
 
-def linear_of_few_rows(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_by_kernel(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``input @ weight.T + bias``, sums in float32: (..., K) and (N, K), which may be transposed in
     memory, to (..., N), contiguous.
 
-    Any number of rows is right; few are fast. Results are the same for any number of threads.
+    Up to 16 rows every weight is read once; for more, weights are packed, widened to float32 where the processor does
+    not multiply them. Results are the same for any number of threads.
 
     Raises:
         NoCompilerError: the kernel cannot be built on this machine.
@@ -67,6 +68,6 @@ def _shape(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
-LIBRARY.impl("linear_of_few_rows", linear_of_few_rows, "CPU")
-torch.library.register_fake("attn_pass::linear_of_few_rows", _shape, lib=LIBRARY)
-OPERATOR = torch.ops.attn_pass.linear_of_few_rows.default
+LIBRARY.impl("linear_by_kernel", linear_by_kernel, "CPU")
+torch.library.register_fake("attn_pass::linear_by_kernel", _shape, lib=LIBRARY)
+OPERATOR = torch.ops.attn_pass.linear_by_kernel.default

@@ -12,7 +12,7 @@ from torch._inductor import ir
 from torch._inductor.lowering import register_lowering
 from torch._inductor.mkldnn_ir import LinearUnary
 
-from attn_pass.devices.cpu.linear.operator import ONEDNNS, OPERATOR
+from attn_pass.devices.cpu.linear.onednn_call import ONEDNNS, OPERATOR
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)

@@ -1,18 +1,19 @@
-"""Inductor's code for `attn_pass::linear_of_few_rows`: the kernel's template, with the source in the generated code."""
+"""Inductor's code for `attn_pass::linear_by_kernel`: the kernel's template, with the source in the generated code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch._inductor import ir
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
 from attn_pass.devices.cpu.kernel.source import LINEAR
 from attn_pass.devices.cpu.kernel.template import Filled, TemplateCall, emitted, laid_out
-from attn_pass.devices.cpu.linear.few_rows import OPERATOR, lies_by_columns
+from attn_pass.devices.cpu.linear.kernel_call import OPERATOR, lies_by_columns
 
 
 class _LinearCall(TemplateCall):
@@ -37,7 +38,8 @@ class _FilledLinear(Filled):
             yield f"{name} = {self.pointer(name)}"
         yield "out = out"
         *rows, features = operands["input"].get_size()
-        sizes = {"rows": sympy_product(rows), "features": features, "width": operands["weight"].get_size()[0]}
+        *_, width = self.template.layout.size
+        sizes = {"rows": sympy_product(rows), "features": features, "width": width}
         for name, size in {**sizes, **self.template.numbers}.items():
             yield f"{name} = {self.number(size)}"
 
@@ -48,7 +50,8 @@ def lower(input: Any, weight: Any, bias: Any = None) -> Any:
     as_traced: Any = V.graph.current_node.args[1]
     by_columns = lies_by_columns(as_traced.meta["val"])
     contiguous = ir.ExternKernel.require_contiguous
-    given = {"input": contiguous(input), "weight": weight if by_columns else contiguous(weight)}
+    stored = lowerings[torch.ops.aten.permute.default](weight, [1, 0]) if by_columns else weight
+    given = {"input": contiguous(input), "weight": contiguous(stored)}
     given |= {} if bias is None else {"bias": contiguous(bias)}
     operands = {name: laid_out(x) for name, x in given.items()}
     size = [*input.get_size()[:-1], weight.get_size()[0]]

@@ -1,4 +1,4 @@
-"""Linear layers of few rows by the CPU kernel: which are, that the numbers are right, compiled and in packages."""
+"""Linear layers by the CPU kernel: which are, that the numbers are right, compiled and in packages."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from torch.nn import functional as F
 
 import attn_pass
 from attn_pass.devices.base import LinearLayer
+from attn_pass.devices.cpu.facts import by_name, cpu
+from attn_pass.devices.cpu.family import Cpu
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.linear import rules
-from attn_pass.devices.cpu.linear.few_rows import OPERATOR
+from attn_pass.devices.cpu.linear.kernel_call import OPERATOR
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 SIZES = (1, 2, 7, 15, 16, 17, 31, 32, 33, 64, 100, 250, 1024, 2048, 4100)
+ROWS = (*range(1, 21), 23, 48, 97, 384, 391)  # from 17 on weights are packed
 WIDTHS = (1, 2, 3, 5, 15, 16, 17, 40, 64, 127, 129, 300)
 
 
 def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
-    """Drawn calls that come out wrong, in words; beside float64, relative to the largest result."""
+    """Drawn calls that come out wrong, in words; beside float64, relative to the largest result, or to 1."""
     rng, faults = random.Random(seed), []
     torch.manual_seed(seed)
     for n in range(count):
-        rows, features, width = rng.randint(1, 20), rng.choice(SIZES), rng.choice(WIDTHS)
+        rows, features, width = rng.choice(ROWS), rng.choice(SIZES), rng.choice(WIDTHS)
         x, weight = torch.randn(rows, features).to(dtype), torch.randn(width, features).to(dtype)
         if by_columns := rng.random() < 0.5:
             weight = weight.t().contiguous().t()
         bias = torch.randn(width).to(dtype) if rng.random() < 0.5 else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        wrong = float((OPERATOR(x, weight, bias).double() - exact).abs().max() / exact.abs().max())
+        wrong = float((OPERATOR(x, weight, bias).double() - exact).abs().max() / exact.abs().max().clamp(min=1))
         if not wrong <= ERRORS[dtype]:
             faults.append(
                 f"{dtype} {seed}.{n}: {wrong:.1e}, {rows} rows, {features} to {width}, {by_columns=}, {bias is None=}"
@@ -47,12 +50,13 @@ def test_drawn_calls_are_right(dtype: torch.dtype) -> None:
     assert failures(dtype, 200, seed=1) == []
 
 
+@pytest.mark.parametrize("rows", [3, 200])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
-def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
-    x, weight, threads = torch.randn(3, 300).to(dtype), torch.randn(1000, 300).to(dtype), torch.get_num_threads()
+def test_any_number_of_threads_gives_the_same(dtype: torch.dtype, rows: int) -> None:
+    x, weight, threads = torch.randn(rows, 300).to(dtype), torch.randn(1000, 300).to(dtype), torch.get_num_threads()
     try:
         results = []
-        for number in (1, 2, 3):
+        for number in (1, 2, 3, 16):
             torch.set_num_threads(number)
             results.append(OPERATOR(x, weight))
     finally:
@@ -60,10 +64,16 @@ def test_any_number_of_threads_gives_the_same(dtype: torch.dtype) -> None:
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def test_rows_beyond_what_is_widened_at_a_time() -> None:
+    x, weight = torch.randn(4500, 1024).half(), torch.randn(3, 1024).half()
+    torch.testing.assert_close(OPERATOR(x, weight).double(), x.double() @ weight.double().t(), rtol=1e-3, atol=0.1)
+
+
+@pytest.mark.parametrize("rows", [5, 25])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
-def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
+def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype, rows: int) -> None:
     """What fills the vectors up at their ends, and the rows that make up for those that are not there, is zero."""
-    x, weight = torch.ones(5, 37, dtype=dtype), torch.ones(19, 37, dtype=dtype)
+    x, weight = torch.ones(rows, 37, dtype=dtype), torch.ones(19, 37, dtype=dtype)
     x[1, -1], x[3, 0], weight[18, 36] = float("nan"), float("inf"), float("inf")
     expected = F.linear(x.double(), weight.double())
     for lying in (weight, weight.t().contiguous().t()):
@@ -73,9 +83,11 @@ def test_numbers_that_are_none_stay_in_their_row(dtype: torch.dtype) -> None:
 def test_shapes() -> None:
     """Several dimensions of rows, none, rows that are transposed, sizes of zero."""
     weight, bias = torch.randn(6, 8), torch.randn(6)
-    for x in (torch.randn(2, 3, 8), torch.randn(8), torch.randn(8, 3).t(), torch.randn(0, 8), torch.randn(4, 2, 0, 8)):
+    shapes = ((2, 3, 8), (8,), (0, 8), (4, 2, 0, 8), (5, 7, 8))
+    for x in (*map(torch.randn, shapes), torch.randn(8, 3).t()):
         torch.testing.assert_close(OPERATOR(x, weight, bias), F.linear(x, weight, bias))
-    torch.testing.assert_close(OPERATOR(torch.randn(3, 0), torch.randn(6, 0), bias), bias.expand(3, 6))
+    for rows in (3, 30):
+        torch.testing.assert_close(OPERATOR(torch.randn(rows, 0), torch.randn(6, 0), bias), bias.expand(rows, 6))
     torch.library.opcheck(OPERATOR, (torch.randn(2, 8), weight, bias))
 
 
@@ -127,10 +139,104 @@ def test_where_the_processor_the_compiler_or_the_user_says_otherwise(monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(build, "missing", lambda: "no compiler")
         assert rules.faster_linear(ONE) is None
-    for name, value in (("instruction_set", lambda: "avx2"), ("is_amd", lambda: False)):
+    for name, value in (("instruction_set", lambda: "neon"), ("is_amd", lambda: False)):
         with monkeypatch.context() as patched:
             patched.setattr(rules, name, value)
             assert rules.faster_linear(ONE) is None
+
+
+MANY = replace(ONE, rows=100, has_bias=True)
+
+
+@pytest.fixture
+def without_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX2 alone, whoever made it; oneDNN multiplies no half precision there."""
+    monkeypatch.setattr(rules, "is_amd", lambda: False)
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx2")
+    monkeypatch.setattr(rules, "is_onednns", lambda dtype: False)
+
+
+@pytest.mark.usefixtures("without_half")
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True),
+        ({"rows": 1, "features": 8 * E}, True),
+        ({"rows": 1}, False),
+        ({"rows": 1, "has_static_rows": False}, True),
+        ({"rows": 1, "by_columns": True}, True),
+        ({"rows": 3}, True),
+        ({"rows": 3, "width": E - 1}, False),
+        ({"rows": 4, "width": E // 4}, True),
+        ({"rows": 4, "width": E // 4 - 1}, False),
+        ({"features": 16, "rows": 130}, True),
+        ({"features": 16, "rows": 100}, False),
+        ({"features": 15, "rows": 1000}, False),
+        ({"width": 15, "rows": 1000}, False),
+        ({"rows": 4, "width": E // 2, "has_static_rows": False}, False),
+        ({"has_static_rows": False}, True),
+        ({"is_constant": True}, True),
+        ({"is_constant": True, "is_packaged": True}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float16, "rows": 1, "features": 8 * E}, False),
+        ({"dtype": torch.float16, "rows": 1, "features": 16 * E}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float32, "rows": 8}, False),  # it is not AMD's
+        ({"dtype": torch.float64}, False),
+    ],
+    ids=str,
+)
+def test_layers_of_a_type_without_a_fast_product(changed: dict[str, object], taken: bool) -> None:
+    faster = rules.faster_linear(replace(MANY, **changed))  # type: ignore[arg-type]
+    assert (faster is not None) == taken
+    if faster is not None:
+        assert faster.operator is OPERATOR and "torch has no fast product of" in faster.reason
+
+
+@pytest.mark.usefixtures("without_half")
+def test_few_rows_of_float32_on_amds_processors_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "is_amd", lambda: True)
+    few = replace(MANY, dtype=torch.float32, rows=8)
+    faster = rules.faster_linear(few)
+    assert faster is not None and faster.operator is OPERATOR and "read" in faster.reason
+    for left in (replace(few, rows=9), replace(few, rows=400), replace(few, is_plain=False)):
+        assert rules.faster_linear(left) is None
+
+
+@pytest.mark.usefixtures("without_half")
+def test_where_half_precision_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the set of instructions, and where oneDNN says so; without a compiler nothing can be done."""
+    half = {dtype: replace(MANY, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    for name, lacking in (("avx512", [torch.float16]), ("avx512_bf16", [torch.float16]), ("amx", []), ("neon", [])):
+        monkeypatch.setattr(rules, "instruction_set", lambda name=name: name)
+        assert [dtype for dtype, layer in half.items() if rules.faster_linear(layer) is not None] == lacking
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx2")
+    with torch._inductor.config.patch(max_autotune=True):
+        assert all(rules.faster_linear(layer) is None for layer in half.values())
+    for patched, *value in ((rules, "is_onednns", lambda dtype: True), (build, "missing", lambda: "no compiler")):
+        with monkeypatch.context() as once:
+            once.setattr(patched, *value)
+            assert all(rules.faster_linear(layer) is None for layer in half.values())
+    assert all(rules.faster_linear(layer) is not None for layer in half.values())
+
+
+@pytest.mark.usefixtures("without_half")
+def test_the_rate_that_packing_counts_on() -> None:
+    """Rows of padding are worth less where linear layers are fast."""
+    device, family = cpu(), Cpu()
+    for dtype, of in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32)):
+        layer = replace(MANY, dtype=dtype)
+        assert family.linear_gflops(device, layer, chooses=True) == 0.8 * device.matmul(of)
+        assert family.linear_gflops(device, layer, chooses=False) == device.matmul(dtype)
+        assert family.new_rows_us(device, layer, chooses=True) == 0  # no code is made for them
+        elsewhere = by_name("Graviton4")
+        assert elsewhere is not None
+        assert family.linear_gflops(elsewhere, layer, chooses=True) == elsewhere.matmul(dtype)
+        assert family.new_rows_us(elsewhere, layer, chooses=True) > 0
+        with torch._inductor.config.patch(max_autotune=True):
+            assert family.linear_gflops(device, layer, chooses=True) == device.matmul(dtype)
+    plain = replace(MANY, dtype=torch.float32)
+    assert family.linear_gflops(device, plain, chooses=True) == device.matmul(torch.float32)
 
 
 # ---------------------------------------------------------------- delivered
@@ -201,6 +307,21 @@ def test_compiled(frozen: bool) -> None:
     with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
         check(torch.compile(model, backend=attn_pass.backend, options=options), Decoding(dtype).eval(), given)
     assert [record.layers for record in report.linear_layers] == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_half")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_compiled_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    """Few rows and many by the same code."""
+    model = Decoding(dtype).eval()
+    torch._dynamo.reset()
+    options = {"choose": "fused", "on_error": "raise"}
+    compiled = torch.compile(model, backend=attn_pass.backend, dynamic=True, options=options)
+    with attn_pass.record() as report:
+        for batch in (40, 3):
+            check(compiled, Decoding(dtype).eval(), inputs(batch, dtype))
+    assert [record.layers for record in report.linear_layers] == [3] and report.graphs == 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """`attn_pass::linear`: a linear layer by oneDNN, in inference.
 
 It is torch's `mkldnn::_linear_pointwise` under a name of its own: Inductor's lowering of that takes weights that are
-constants of the compiled code alone (`lowering.py` has the other).
+constants of the compiled code alone (`onednn_template.py` has the other).
 """
 
 from __future__ import annotations
