@@ -210,6 +210,12 @@ def test_where_half_precision_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> 
     for name, lacking in (("avx512", [torch.float16]), ("avx512_bf16", [torch.float16]), ("amx", []), ("neon", [])):
         monkeypatch.setattr(rules, "instruction_set", lambda name=name: name)
         assert [dtype for dtype, layer in half.items() if rules.faster_linear(layer) is not None] == lacking
+    monkeypatch.setattr(rules, "instruction_set", lambda: "avx512_bf16")
+    few = [replace(half[torch.float16], rows=rows) for rows in (1, 2, 16, 17)]
+    assert [rules.faster_linear(layer) is not None for layer in few] == [False, False, False, True]
+    with monkeypatch.context() as amd:
+        amd.setattr(rules, "is_amd", lambda: True)  # few rows were measured there
+        assert [rules.faster_linear(layer) is not None for layer in few] == [False, True, True, True]
     monkeypatch.setattr(rules, "instruction_set", lambda: "avx2")
     with torch._inductor.config.patch(max_autotune=True):
         assert all(rules.faster_linear(layer) is None for layer in half.values())

@@ -81,10 +81,11 @@ def is_worth_widening(layer: LinearLayer) -> bool:
     weights = layer.features * layer.width
     if min(layer.features, layer.width) < _NARROWEST_WIDENED:
         return False  # most of a panel of weights would be empty
+    if layer.has_static_rows and layer.rows <= _MOST_ROWS[layer.dtype] and instruction_set() != "avx2":
+        return is_amd() and has_few_rows(layer)  # torch's loops with AVX-512 were measured on Zen 4 alone
     if layer.rows <= 3 and layer.has_static_rows and not layer.by_columns:  # torch's loops read these well
-        return weights >= (
-            _FEWEST_WEIGHTS_OF_ONE_ROW[layer.dtype] if layer.rows == 1 else _FEWEST_WEIGHTS_OF_THREE_ROWS
-        )
+        of_one, of_more = _FEWEST_WEIGHTS_OF_ONE_ROW[layer.dtype], _FEWEST_WEIGHTS_OF_THREE_ROWS
+        return weights >= (of_one if layer.rows == 1 else of_more)
     least = _FEWEST_WEIGHTS_WIDENED if layer.has_static_rows or layer.by_columns else _FEWEST_WEIGHTS_OF_THREE_ROWS
     return weights >= least or 2.0 * weights * layer.rows >= _LEAST_WORK_WIDENED
 
