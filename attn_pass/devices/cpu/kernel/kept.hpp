@@ -51,22 +51,6 @@ ATTN_INLINE Row row_of(const Args& a, const Bounds& bounds, i64 b, i64 h, i64 i)
   return r;
 }
 
-// W biases from key on, of which n are there, as floats.
-ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
-  const i64 stride = a.bias.stride[3];
-  if (stride == 0) return Isa::set1(element_at(r.bias, 0, a.bias_type));
-  if (stride == 1) {
-    const float* p = static_cast<const float*>(r.bias) + key;
-    const u16* half = static_cast<const u16*>(r.bias) + key;
-    if (n >= W) return a.bias_type == FLOAT32 ? Isa::load(p) : a.bias_type == BFLOAT16 ? Isa::load_bf16(half) : Isa::load_f16(half);
-    n = std::max<i64>(n, 0);
-    return a.bias_type == FLOAT32 ? Isa::load_some(p, n) : a.bias_type == BFLOAT16 ? Isa::load_some_bf16(half, n) : Isa::load_some_f16(half, n);
-  }
-  float part[W] = {};
-  for (i64 i = 0; i < std::min<i64>(n, W); ++i) part[i] = element_at(r.bias, (key + i) * stride, a.bias_type);
-  return Isa::load(part);
-}
-
 // Calls for the type that the bias has, once for many vectors of it.
 template <class Call> ATTN_INLINE auto for_bias_type(const Args& a, const Call& call) {
   if (a.bias_type == FLOAT32) return call(F32{});
@@ -80,6 +64,20 @@ template <class B> ATTN_INLINE vec some_biases(const typename B::st* p, i64 n) {
   if constexpr (B::CODE == BFLOAT16) return Isa::load_some_bf16(p, n);
   else return B::some(p, n);
 }
+// W biases from key on, of which n are there, as floats.
+ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
+  const i64 stride = a.bias.stride[3];
+  if (stride == 0) return Isa::set1(element_at(r.bias, 0, a.bias_type));
+  if (stride == 1)
+    return for_bias_type(a, [&](auto type) ATTN_LAMBDA {
+      using B = decltype(type);
+      return some_biases<B>(static_cast<const typename B::st*>(r.bias) + key, n);
+    });
+  float part[W] = {};
+  for (i64 i = 0; i < std::min<i64>(n, W); ++i) part[i] = element_at(r.bias, (key + i) * stride, a.bias_type);
+  return Isa::load(part);
+}
+
 // Whether every key of a whole panel has a bias above -inf in each of some rows; false where that takes more than a look.
 ATTN_INLINE bool biases_keep_all(const Args& a, const Row* rows, i64 count, i64 key) {
   if (a.bias.stride[3] != 1 || key + PANEL > a.S) return false;
