@@ -84,6 +84,21 @@ def pytest_configure() -> None:
     _leave_methods_of_modules()
     _keep_no_records_of_compiles()
     _optimise_score_functions_less()
+    _compile_packages_for_this_machine()
+
+
+def _compile_packages_for_this_machine() -> None:
+    """A package holds the CPU kernel for five instruction sets: for one it takes the compiler a quarter of the time.
+
+    Tests of the others have the fixture `for_any_processor`.
+    """
+    from attn_pass.devices.cpu.kernel import template
+
+    _SETS_OF_USERS.append(template._sets)
+    template._sets = template.of_this_machine
+
+
+_SETS_OF_USERS: list[Callable[[bool], Any]] = []
 
 
 def _optimise_score_functions_less() -> None:
@@ -197,14 +212,9 @@ def quiet_torch() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def for_this_machine() -> Iterator[None]:
-    """Packages hold the CPU kernel for this machine's instruction set alone: a quarter of the compiler's time.
-
-    That they hold all of them, and run on lesser processors, tests/devices/cpu/test_cpu_delivery.py tests.
-    """
+@pytest.fixture
+def for_any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages hold the CPU kernel for every instruction set, as they do for users."""
     from attn_pass.devices.cpu.kernel import template
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(template, "_sets", template.of_this_machine)
-        yield
+    monkeypatch.setattr(template, "_sets", _SETS_OF_USERS[0])

@@ -79,11 +79,7 @@ def test_every_target_says_what_it_makes_of_what_and_why_that_is_exact() -> None
 
 @pytest.mark.parametrize("page", pages())
 def test_every_block_of_a_page_runs(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-    for_this_machine: None,
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if page == TARGET:
         request.getfixturevalue("installed")

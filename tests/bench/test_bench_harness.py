@@ -302,7 +302,6 @@ def test_frozen_packages_are_compared_with_the_frozen_stock_package() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("for_this_machine")
 def test_a_frozen_package_holds_its_weights_and_says_what_it_took(tmp_path: Path) -> None:
     make = partial(models.made, models.QUICK["GPT-2, 2 layers, 1 x 128"], torch.float32)
     shop = w.Workshop(Program("p", make), "cpu", tmp_path)

@@ -55,9 +55,7 @@ def bert() -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_a_package_that_returns_tensors_loads_where_there_is_nothing_but_torch(
-    for_this_machine: None, tmp_path: Path
-) -> None:
+def test_a_package_that_returns_tensors_loads_where_there_is_nothing_but_torch(tmp_path: Path) -> None:
     model, inputs = bert()
     quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     with warnings.catch_warnings():

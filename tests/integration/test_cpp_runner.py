@@ -127,7 +127,7 @@ def together(part: int) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def package(for_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("package") / "together.pt2"
     rules = {f"models.{i}": target for i, (*_, (target, _)) in enumerate(CASES.values())}
     options = {"choose": "fused", "on_error": "raise", "rules": rules}

@@ -28,7 +28,6 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUN, *HELPERS, *ELSEWHERE}
 
 
-@pytest.mark.usefixtures("for_this_machine")
 @pytest.mark.parametrize("name", list(RUN))
 def test_an_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

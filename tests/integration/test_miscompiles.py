@@ -162,7 +162,6 @@ def test_compiled_by_inductor(name: str, dtype: torch.dtype, options: dict[str, 
     assert right(program, dtype, result)
 
 
-@pytest.mark.usefixtures("for_this_machine")
 def test_packaged_by_aotinductor(tmp_path: Path) -> None:
     """Two in one package: an attention, and none, which is the shield's."""
     dtypes = {"a key permuted at once": torch.float32, "softmax over dim 1": torch.float16}

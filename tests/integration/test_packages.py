@@ -54,7 +54,6 @@ class Builtins(torch.nn.Module):
         return torch.softmax(input @ filter.mT, -1) @ filter
 
 
-@pytest.mark.usefixtures("for_this_machine")
 def test_arguments_may_be_called_as_builtins_are(tmp_path: Path) -> None:
     inputs = (torch.randn(2, 64, 32), torch.randn(2, 48, 32))
     path = attn_pass.aot_compile(Builtins(), inputs, package_path=tmp_path / "model.pt2", options={"choose": "fused"})

@@ -48,7 +48,7 @@ def model() -> Step:
 
 
 @pytest.fixture(scope="module")
-def package(model: Step, for_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(model: Step, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("package") / "step.pt2"
     quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     options = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise", **quick}

@@ -61,7 +61,7 @@ def test_an_exported_program_has_no_kernel_and_no_region() -> None:
     assert attn_pass.rewrite(program).regions == []
 
 
-def test_a_package_for_any_batch(for_this_machine: None, tmp_path: Path) -> None:
+def test_a_package_for_any_batch(tmp_path: Path) -> None:
     model, words, batch = Encoder(mean, layers=1).eval(), ids(), torch.export.Dim("batch", min=2, max=64)
     shapes = ({0: batch}, {0: batch})
     with torch.no_grad():

@@ -158,7 +158,6 @@ def test_the_log_sum_exp_beside_the_result_and_each_alone() -> None:
             assert_close(torch.compile(fn)(*few_rows()), fn(*few_rows()))
 
 
-@pytest.mark.usefixtures("for_this_machine")
 @torch._inductor.config.patch("cpp.enable_kernel_profile", True)
 def test_the_log_sum_exp_in_a_package_whose_kernels_a_profile_shows(tmp_path: Path) -> None:
     class Model(nn.Module):
@@ -189,6 +188,7 @@ def functions_with(register: str, library: Path) -> set[str]:
     return functions
 
 
+@pytest.mark.usefixtures("for_any_processor")
 @pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="Inductor compiles for the processor that it is on")
 def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path) -> None:
     """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first."""
