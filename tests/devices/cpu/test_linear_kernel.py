@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import attn_pass
@@ -254,13 +256,17 @@ class Decoding(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.after = (nn.Linear(E, E, bias=bias, dtype=dtype) for bias in (True, False))
-        self.by_columns = nn.Parameter(self.after.weight.detach().t().contiguous())
+        self.before, self.by_columns = nn.Linear(E, E, dtype=dtype), nn.Parameter(torch.randn(E, E, dtype=dtype) / 40)
+        self.wider, self.after = (nn.Linear(a * E, b * E, bias=False, dtype=dtype) for a, b in ((1, 2), (2, 1)))
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, 1, E), (B, 8, S, E / 8) and the same, to (B, 1, E)."""
         q = self.before(x).unflatten(-1, (8, -1)).transpose(1, 2)
-        return F.silu(self.after(((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2))) @ self.by_columns
+        looked_up = ((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return F.silu(self.after(F.silu(self.wider(looked_up)))) @ self.by_columns
+
+
+LAYERS = [2, 1, 1]  # by their sizes
 
 
 def inputs(batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -297,8 +303,8 @@ def test_layers_of_a_decoding_model(dtype: torch.dtype) -> None:
     with torch.no_grad(), attn_pass.record() as report:
         check(torch.compile(model, backend=backend), model, given)
     assert report.linear_layers == []  # another compiler's are as they were
-    (record,) = explained.linear_layers
-    assert record.library == "the CPU kernel" and record.layers == 3
+    records = explained.linear_layers
+    assert {record.library for record in records} == {"the CPU kernel"} and [r.layers for r in records] == LAYERS
     assert "linear layers multiplied by the CPU kernel: 512 to 512 features" in str(explained)
 
 
@@ -311,8 +317,12 @@ def test_compiled(frozen: bool) -> None:
     torch._dynamo.reset()
     options = {"choose": "fused", "on_error": "raise"}
     with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
-        check(torch.compile(model, backend=attn_pass.backend, options=options), Decoding(dtype).eval(), given)
-    assert [record.layers for record in report.linear_layers] == [3]
+        compiled = torch.compile(model, backend=attn_pass.backend, options=options)
+        _, (code,) = run_and_get_code(compiled, *given)
+        check(compiled, Decoding(dtype).eval(), given)
+    assert [record.layers for record in report.linear_layers] == LAYERS
+    # Sizes are arguments: with a bias, without one, and with weights that are stored by columns.
+    assert re.findall(r"::(multiply\w*)<", code) == ["multiply_few"] * 3
 
 
 @pytest.mark.slow
@@ -327,7 +337,7 @@ def test_compiled_for_any_number_of_rows(dtype: torch.dtype) -> None:
     with attn_pass.record() as report:
         for batch in (40, 3):
             check(compiled, Decoding(dtype).eval(), inputs(batch, dtype))
-    assert [record.layers for record in report.linear_layers] == [3] and report.graphs == 1
+    assert [record.layers for record in report.linear_layers] == LAYERS and report.graphs == 1
 
 
 @pytest.mark.slow
@@ -338,5 +348,5 @@ def test_in_a_package(frozen: bool, tmp_path: Path) -> None:
     options = {"choose": "fused", "on_error": "raise"}
     with torch.no_grad(), torch._inductor.config.patch(freezing=frozen), attn_pass.record() as report:
         path = attn_pass.aot_compile(model, given, package_path=tmp_path / "m.pt2", options=options)
-    assert [record.layers for record in report.linear_layers] == [3]
+    assert [record.layers for record in report.linear_layers] == LAYERS
     check(torch._inductor.aoti_load_package(str(path)), model, given)

@@ -34,14 +34,17 @@ _COMMON_FILES = (
     "segments.hpp",
 )
 LINEAR = "multiply"
-"""A linear layer, which takes ``LinearArgs``."""
+"""A linear layer, which takes ``LinearArgs``; of a number of rows that is known, one of the two below."""
+LINEAR_FEW, LINEAR_MANY = f"{LINEAR}_few", f"{LINEAR}_many"
+MOST_FEW = 16  # rows: that of `linear_many.hpp`
+_LINEAR = (LINEAR, LINEAR_FEW, LINEAR_MANY)
 _FILES = (*_COMMON_FILES, "lanes.hpp", "few.hpp")
 _FILES_OF = {
     BACKWARD: (*_COMMON_FILES, "backward_tile.hpp", "backward.hpp"),
-    LINEAR: ("columns.hpp", "packing.hpp", "linear_many.hpp", "linear.hpp"),
+    **dict.fromkeys(_LINEAR, ("columns.hpp", "packing.hpp", "linear_many.hpp", "linear.hpp")),
 }
-_NAMES_OF = {BACKWARD: f"{_OUTER}_back", LINEAR: f"{_OUTER}_linear"}
-_ARGUMENTS_OF = {BACKWARD: "BackwardArgs", LINEAR: "LinearArgs"}
+_NAMES_OF = {BACKWARD: f"{_OUTER}_back", **dict.fromkeys(_LINEAR, f"{_OUTER}_linear")}
+_ARGUMENTS_OF = {BACKWARD: "BackwardArgs", **dict.fromkeys(_LINEAR, "LinearArgs")}
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def in_tiles(dtype: torch.dtype, kernel: str = "attend_type", *, trains: bool = 
     Tiles are of bfloat16. What a backward reads is left by the products that it makes again, which has none; few rows
     leave tiles empty.
     """
-    return dtype == torch.bfloat16 and kernel not in (BACKWARD, LINEAR, "attend_few") and not trains
+    return dtype == torch.bfloat16 and kernel not in (BACKWARD, *_LINEAR, "attend_few") and not trains
 
 
 def everywhere(tiles: bool) -> tuple[InstructionSet, ...]:
@@ -151,7 +154,7 @@ def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel:
     """Everything but an entry, in C++17; ``NAMESPACE::SET::attend_type<...>(args)`` are the kernels.
 
     ``score`` is a score function as `scores.written` writes it, or empty for the scaled product. With the ``kernel``
-    `BACKWARD` or `LINEAR` it is the source of that one instead.
+    `BACKWARD` or one of linear layers it is the source of that one instead.
     """
     body = "\n".join(_namespace(s, _FILES_OF.get(kernel, _FILES)) for s in sets)
     if score:

@@ -1,17 +1,21 @@
-"""Inductor's code for `attn_pass::linear_by_kernel`: the kernel's template, with the source in the generated code."""
+"""Inductor's code for `attn_pass::linear_by_kernel`: the kernel's template, with the source in the generated code.
+
+Sizes are arguments of the function, so that layers of many sizes are one function, which the compiler sees once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.utils import sympy_product
 from torch._inductor.virtualized import V
 
-from attn_pass.devices.cpu.kernel.source import LINEAR
+from attn_pass.devices.cpu.kernel.source import LINEAR, LINEAR_FEW, LINEAR_MANY, MOST_FEW
 from attn_pass.devices.cpu.kernel.template import Filled, TemplateCall, emitted, laid_out
 from attn_pass.devices.cpu.linear.kernel_call import OPERATOR, lies_by_columns
 
@@ -20,7 +24,12 @@ class _LinearCall(TemplateCall):
     name = "attn_pass_linear"
 
     def chosen_kernel(self) -> str:
-        return LINEAR
+        rows = self.rows()
+        return LINEAR if rows.free_symbols else LINEAR_FEW if rows <= MOST_FEW else LINEAR_MANY
+
+    def rows(self) -> sympy.Expr:
+        """Of the input, as a matrix."""
+        return sympy.sympify(sympy_product(self.operands["input"].get_size()[:-1]))
 
     def filled(self, kernel: Any, out: Any) -> Filled:
         return _FilledLinear(self, kernel, out)
@@ -28,6 +37,8 @@ class _LinearCall(TemplateCall):
 
 class _FilledLinear(Filled):
     """The statements that fill ``LinearArgs`` in."""
+
+    template: _LinearCall
 
     def __str__(self) -> str:
         return "\n".join(f"  args.{line};" for line in self._lines())
@@ -37,11 +48,21 @@ class _FilledLinear(Filled):
         for name in operands:
             yield f"{name} = {self.pointer(name)}"
         yield "out = out"
-        *rows, features = operands["input"].get_size()
+        *_, features = operands["input"].get_size()
         *_, width = self.template.layout.size
-        sizes = {"rows": sympy_product(rows), "features": features, "width": width}
-        for name, size in {**sizes, **self.template.numbers}.items():
-            yield f"{name} = {self.number(size)}"
+        sizes = {"rows": self.template.rows(), "features": sympy.sympify(features), "width": sympy.sympify(width)}
+        for place, (name, size) in enumerate(sizes.items()):
+            yield f"{name} = {self.number(size) if size.free_symbols else self._argument(name, int(size), place)}"
+        for name, number in self.template.numbers.items():
+            yield f"{name} = {self.number(number)}"
+
+    def _argument(self, name: str, size: int, place: int) -> str:
+        """A number as an argument, as Inductor has it for offsets of random numbers.
+
+        Equal numbers would be one argument, and square layers a function of their own: these differ by their places.
+        """
+        argument = self.kernel.args.seed_offset(f"{name}_thrice", 3 * size + place)
+        return f"{argument} / 3"
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
