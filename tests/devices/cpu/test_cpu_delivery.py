@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import remembering_compiler
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -21,6 +22,11 @@ from attn_pass.devices.cpu.kernel.operator import WITH_LSE
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+
+
+@pytest.fixture(autouse=True)
+def _optimised_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(remembering_compiler.AS_USERS, "1")
 
 
 class Block(nn.Module):
