@@ -257,16 +257,19 @@ class Decoding(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.before, self.by_columns = nn.Linear(E, E, dtype=dtype), nn.Parameter(torch.randn(E, E, dtype=dtype) / 40)
-        self.wider, self.after = (nn.Linear(a * E, b * E, bias=False, dtype=dtype) for a, b in ((1, 2), (2, 1)))
+        sizes = ((1, 2), (2, 1), (1, 1))
+        self.after = nn.ModuleList(nn.Linear(a * E, b * E, bias=False, dtype=dtype) for a, b in sizes)
 
     def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(B, 1, E), (B, 8, S, E / 8) and the same, to (B, 1, E)."""
         q = self.before(x).unflatten(-1, (8, -1)).transpose(1, 2)
-        looked_up = ((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2)
-        return F.silu(self.after(F.silu(self.wider(looked_up)))) @ self.by_columns
+        x = ((q @ k.mT * 0.1).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        for layer in self.after:
+            x = F.silu(layer(x))
+        return x @ self.by_columns
 
 
-LAYERS = [2, 1, 1]  # by their sizes
+LAYERS = [3, 1, 1]  # by their sizes
 
 
 def inputs(batch: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
