@@ -1,7 +1,7 @@
 """A C++ compiler that remembers what it made: a package of a test is compiled anew each time, and is mostly the same.
 
-Generated code that holds the CPU kernel is optimised less, which takes it half the time. Where that is what a test is
-of, the variable `AS_USERS` is set.
+Code of Inductor's that holds the CPU kernel is optimised less, which takes half the time: eager mode has the same
+kernel, optimised as for users. Where Inductor's is what a test is of, the variable `AS_USERS` is set.
 
     python -IS remembering_compiler.py FOLDER COMPILER ARGUMENT ...
 
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 AS_USERS = "ATTN_PASS_TESTS_OPTIMISE"
-_KERNEL = b"namespace attn_pass_cpu"
+_KERNEL, _OF_INDUCTOR = b"namespace attn_pass_cpu", "TORCH_INDUCTOR_CPP_WRAPPER"
 LARGE = 1 << 26  # bytes: libraries and headers that are already compiled, which torch finds again by itself
 # What torch says in a source: where the wrapper lies, and behind it the commands of each compile that there was.
 _SAID = re.compile(
@@ -49,13 +49,13 @@ def key_of(compiler: str, arguments: list[str], at: int) -> str:
 
 
 def holds_the_kernel(argument: str) -> bool:
-    """Whether it is a source of the generated code of attention."""
+    """Whether it is a source of the CPU kernel."""
     return argument.endswith(".cpp") and Path(argument).is_file() and _KERNEL in Path(argument).read_bytes()
 
 
 def main(folder: str, compiler: str, *arguments: str) -> int:
     """The compiler's exit status."""
-    if AS_USERS not in os.environ and any(map(holds_the_kernel, arguments)):
+    if _OF_INDUCTOR in arguments and AS_USERS not in os.environ and any(map(holds_the_kernel, arguments)):
         arguments = tuple("-O1" if argument == "-O3" else argument for argument in arguments)
     at = arguments.index("-o") + 1 if "-o" in arguments[:-1] else None
     if at is None or arguments[at].endswith((".gch", ".pch")):
