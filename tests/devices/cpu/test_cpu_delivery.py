@@ -200,7 +200,7 @@ def test_a_package_runs_without_this_package_on_lesser_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first."""
-    monkeypatch.delenv(remembering_compiler.AS_USERS)  # five sets, each of which another test has optimised
+    monkeypatch.delenv(remembering_compiler.AS_USERS)  # it shows which set runs, not how fast
     model = Block().eval()
     length = torch.export.Dim("length", min=6, max=1000)
     with torch._inductor.config.patch({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}):
