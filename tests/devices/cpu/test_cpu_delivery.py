@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -82,6 +83,33 @@ def test_a_result_is_written_where_it_is_returned() -> None:
     assert result.is_contiguous()
     assert "cpp_fused_attention" in code
     assert "clone" not in code
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+    scores = q @ k.mT * q.size(-1) ** -0.5
+    result = scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v
+    return torch.autograd.grad(result.sum(), (q, k, v)) if q.requires_grad else (result,)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_calls_of_all_sizes_are_one_function(trains: bool) -> None:
+    """What the compiler sees has no size, stride or scale in it; in squares no two numbers are one argument."""
+    texts: set[tuple[str, ...]] = set()
+    for batch, heads, queries, keys, dim in ((2, 3, 33, 70, 16), (1, 32, 32, 32, 32), (1, 1, 40, 17, 8)):
+        torch._dynamo.reset()
+        given = [torch.randn(batch, heads, n, dim, requires_grad=trains) for n in (queries, keys, keys)]
+        keep = torch.rand(batch, 1, queries, keys) < 0.8
+        keep[..., 0] = True
+        compiled = torch.compile(step, backend=attn_pass.backend, dynamic=False, options=OPTIONS)
+        with torch.set_grad_enabled(trains):
+            got, codes = run_and_get_code(compiled, *given, keep)
+            exact = step(*(x.detach().double().requires_grad_(trains) for x in given), keep)
+        for one, expected in zip(got, exact, strict=True):
+            assert_close(one.double(), expected, atol=1e-5, rtol=1e-5)
+        kernels = re.findall(r"cpp_pybinding\(.*?\n\'\'\'\)", "\n".join(codes), re.DOTALL)
+        texts.add(tuple(text for text in kernels if "attn_pass_cpu" in text))
+    (kernels_of_one,) = texts
+    assert len(kernels_of_one) == (2 if trains else 1)
 
 
 CAP = 20.0

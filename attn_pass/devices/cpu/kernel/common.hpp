@@ -36,6 +36,14 @@ enum FullyMasked { GIVES_NAN = 0, GIVES_ZERO = 1, GIVES_MEAN = 2 };  // what a f
 
 constexpr int CAPTURED = 8, LOOKUPS = 4;
 
+// The float of these bits: generated code passes all numbers as integers.
+inline float float_of(i64 bits) {
+  const i32 low = static_cast<i32>(bits);
+  float value;
+  std::memcpy(&value, &low, sizeof value);
+  return value;
+}
+
 // A tensor of four dimensions; strides count elements, and are 0 where it is broadcast.
 struct Operand {
   const void* data;

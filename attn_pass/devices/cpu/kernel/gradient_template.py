@@ -59,8 +59,7 @@ class _Filled(Filled):
         for name in _READ:
             if name in operands:
                 strides = strides_in(operands[name], rows[:3] if name == "lse_grad" else rows)
-                numbers = ", ".join(map(self.number, [*strides, 0][:4]))
-                lines.append(f"args.{name} = {{{self.pointer(name)}, {{{numbers}}}}};")
+                lines.append(f"args.{name} = {{{self.pointer(name)}, {self.strides([*strides, 0][:4])}}};")
         return [*lines, f"args.statistics = reinterpret_cast<const float*>({self.pointer('statistics')});"]
 
     def results(self) -> list[str]:
@@ -85,7 +84,7 @@ class _Filled(Filled):
             stride = [0] * (4 - len(size)) + [0 if one else s for one, s in zip(ones, stride)]
         if name == "distances":
             stride[2:] = (-1, 1)  # as `gradients` has it
-        return f"args.{member} = {{{at}, {{{', '.join(map(self.number, stride))}}}}};"
+        return f"args.{member} = {{{at}, {self.strides(stride)}}};"
 
 
 def _written(name: str) -> str:

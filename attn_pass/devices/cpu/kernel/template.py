@@ -2,10 +2,15 @@
 
 The compiled graph, Inductor's caches and an AOTInductor package therefore run without this package. Importing this file
 registers the lowering.
+
+Known numbers are arguments of the function and not part of its text: calls of all sizes are one function, which
+the compiler sees once, and which Inductor finds on its disk when another model has such calls.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,6 +47,8 @@ from attn_pass.devices.cpu.kernel.source import (
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
 _HAS_EVENTS = sys.platform in ("linux", "win32")  # elsewhere Inductor's header of templates declares none
+_PLACES = 8  # bits: more numbers than a call has
+_LARGEST = 1 << 50  # what is larger is no bound at all
 _NAMES = str(Placeholder.KERNEL_NAME), str(Placeholder.DESCRIPTIVE_NAME)
 """The C++ function's name, the same for all kernels, and the name that a profiler is to show."""
 _SOURCE = """
@@ -54,6 +61,7 @@ extern "C" {{export_declaration}}
 {{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
 {
   {{profiled}}
+  using {{namespace}}::float_of;
   {{namespace}}::{{structure}} args{};
 {{filled}}
 {{call}}
@@ -135,6 +143,7 @@ class Filled:
 
     def __init__(self, template: TemplateCall, kernel: Any, out: Any) -> None:
         self.template, self.kernel, self.out = template, kernel, out
+        self._places = itertools.count()
 
     def __str__(self) -> str:
         return "\n".join(f"  {line}" for line in (*self.inputs("args"), *self.results()))
@@ -152,8 +161,8 @@ class Filled:
             if name in operands:
                 has_own_shape = name in "qkv" or (packed and name != "sink")
                 shape = operands[name].get_size() if has_own_shape else (*scores[:3], 1) if name == "sink" else scores
-                strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
-                lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")
+                strides = self.strides(strides_in(operands[name], shape))
+                lines.append(f"{args}.{name} = {{{self.pointer(name)}, {strides}}};")
         lines += self._over_distances(args, k[2], packed=packed)
         lines += self._lookups(args, scores, packed=packed)
         for name in BOUNDS:
@@ -163,7 +172,7 @@ class Filled:
         sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
         sizes |= {"segments": per_batch, "rows": q[2]}
         lines += [f"{args}.{name} = {self.number(size)};" for name, size in {**sizes, **numbers}.items()]
-        lines += [f"{args}.{name} = {_floating(value)};" for name, value in self.template.floats.items()]
+        lines += [f"{args}.{name} = {self._floating(value)};" for name, value in self.template.floats.items()]
         if "seed" in operands:
             lines.append(f"{args}.seed = {self.pointer('seed')};")
         return lines
@@ -174,9 +183,9 @@ class Filled:
         node = self.template.operands["distances"]
         size = node.get_size()
         of_batch, of_heads, _, step = strides_in(node, size)
-        strides = ", ".join(map(self.number, (of_batch, of_heads, -step, step)))
+        strides = self.strides((of_batch, of_heads, -step, step))
         first = FloorDiv(size[3] - 1, 2) if packed else size[3] - kv_len
-        yield f"{args}.bias = {{{self.pointer('distances', first * step)}, {{{strides}}}}};"
+        yield f"{args}.bias = {{{self.pointer('distances', first * step)}, {strides}}};"
 
     def _lookups(self, args: str, scores: Sequence[Any], *, packed: bool) -> Iterator[str]:
         operands = self.template.operands
@@ -188,9 +197,9 @@ class Filled:
             of_table = strides_in(table, table.get_size() if packed else (*scores, numbers))
             of_place = strides_in(place, place.get_size() if packed else scores)
             data, where, factor = (self.pointer(f"{name}[{n}]") for name in ("tables", "places", "factors"))
-            strides, others = (", ".join(map(self.number, x)) for x in (of_table, of_place))
+            strides, others = map(self.strides, (of_table, of_place))
             factor, kind = f"reinterpret_cast<const float*>({factor})", list(ELEMENTS).index(table.get_dtype())
-            yield f"{args}.lookups[{n}] = {{{data}, {{{strides}}}, {{{where}, {{{others}}}}}, {factor}, {kind}}};"
+            yield f"{args}.lookups[{n}] = {{{data}, {strides}, {{{where}, {others}}}, {factor}, {kind}}};"
 
     def results(self) -> list[str]:
         """Where the kernel writes to."""
@@ -204,8 +213,35 @@ class Filled:
         return lines
 
     def number(self, expression: Any) -> str:
-        """A size as C++."""
-        return str(cexpr_index(self.kernel.rename_indexing(sympy.sympify(expression))))
+        """A size as C++: an argument if it is known, but for 0, which says what a call does not have."""
+        return "0" if expression == 0 else self._written(expression)
+
+    def strides(self, values: Sequence[Any]) -> str:
+        """Strides as C++; here 0 says that a tensor is broadcast, or that there is one of a thing."""
+        return f"{{{', '.join(map(self._written, values))}}}"
+
+    def _written(self, expression: Any) -> str:
+        size = sympy.sympify(expression)
+        if isinstance(size, sympy.Integer) and abs(int(size)) < _LARGEST:
+            return self._argument(int(size))
+        return str(cexpr_index(self.kernel.rename_indexing(size)))
+
+    def _argument(self, number: int) -> str:
+        """A number as an argument, as Inductor has it for offsets of random numbers.
+
+        Equal numbers would be one argument, and square shapes a function of their own: these differ by their places.
+        """
+        place = next(self._places)
+        assert place < 1 << _PLACES
+        name = self.kernel.args.seed_offset(f"number_{place}_placed", (number << _PLACES) + place)
+        return f"({name} >> {_PLACES})"
+
+    def _floating(self, value: float) -> str:
+        """A number in single precision as C++: an argument if it is finite."""
+        if not math.isfinite(ctypes.c_float(value).value):
+            return f"{'-' if value < 0 else ''}std::numeric_limits<float>::infinity()"
+        bits = ctypes.c_int32.from_buffer(ctypes.c_float(value))
+        return f"float_of({self._argument(bits.value)})"
 
     def pointer(self, name: str, element: Any = 0) -> str:
         """Where an operand begins, or an element of it is."""
@@ -214,10 +250,6 @@ class Filled:
         start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
         at = f"{start} + {size} * ({self.number(node.get_layout().offset + element)})"
         return f"reinterpret_cast<const int64_t*>({at})" if name in (*BOUNDS, "seed") else at
-
-
-def _floating(value: float) -> str:
-    return str(value) if math.isfinite(value) else f"{'-' if value < 0 else ''}std::numeric_limits<float>::infinity()"
 
 
 def is_wanted(out: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Inductor's code for `attn_pass::linear_by_kernel`: the kernel's template, with the source in the generated code.
-
-Sizes are arguments of the function, so that layers of many sizes are one function, which the compiler sees once.
-"""
+"""Inductor's code for `attn_pass::linear_by_kernel`: the kernel's template, with the source in the generated code."""
 
 from __future__ import annotations
 
@@ -50,19 +47,9 @@ class _FilledLinear(Filled):
         yield "out = out"
         *_, features = operands["input"].get_size()
         *_, width = self.template.layout.size
-        sizes = {"rows": self.template.rows(), "features": sympy.sympify(features), "width": sympy.sympify(width)}
-        for place, (name, size) in enumerate(sizes.items()):
-            yield f"{name} = {self.number(size) if size.free_symbols else self._argument(name, int(size), place)}"
-        for name, number in self.template.numbers.items():
+        sizes = {"rows": self.template.rows(), "features": features, "width": width}
+        for name, number in {**sizes, **self.template.numbers}.items():
             yield f"{name} = {self.number(number)}"
-
-    def _argument(self, name: str, size: int, place: int) -> str:
-        """A number as an argument, as Inductor has it for offsets of random numbers.
-
-        Equal numbers would be one argument, and square layers a function of their own: these differ by their places.
-        """
-        argument = self.kernel.args.seed_offset(f"{name}_thrice", 3 * size + place)
-        return f"{argument} / 3"
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
