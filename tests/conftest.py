@@ -95,7 +95,7 @@ def _compile_packages_for_this_machine() -> None:
     from attn_pass.devices.cpu.kernel import template
 
     _SETS_OF_USERS.append(template._sets)
-    template._sets = template.of_this_machine
+    template._sets = lambda dtype, tiles: template.of_this_machine(tiles)
 
 
 _SETS_OF_USERS: list[Callable[[bool], Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import re
 import subprocess
@@ -153,8 +154,11 @@ def test_text_that_is_not_a_score_function_is_not_compiled(text: str) -> None:
 
 
 def test_kernels_with_and_without_tiles_fit_in_one_file(tmp_path: Path) -> None:
-    """Float32 has no use for tiles, and stands in front of bfloat16, which has."""
-    calls = ((torch.float32, source.everywhere(False)), (torch.bfloat16, source.everywhere(True)))
+    """And with pairs: float32 has no use for either."""
+    calls = [
+        (dtype, source.everywhere(dtype, tiles))
+        for dtype, tiles in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
+    ]
     text = "".join(
         f"#ifndef {source.namespace_of(sets, '')}_h\n#define {source.namespace_of(sets, '')}_h\n"
         f"{source.kernel_source(sets)}\n#endif\nvoid run{n}({source.namespace_of(sets, '')}::Args& args) {{\n"
@@ -166,6 +170,44 @@ def test_kernels_with_and_without_tiles_fit_in_one_file(tmp_path: Path) -> None:
     command = [build.compiler(), "-std=c++17", "-fsyntax-only", "-w", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]
+
+
+AVX2_FLAGS, AVX512_FLAGS = ("-mavx2", "-mfma", "-mf16c"), ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets of other processors")
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        ((), ["avx512", "avx2", "plain"]),
+        (("-mavx2",), ["avx512", "avx2", "plain"]),  # no product and sum in one: not yet all that the set has
+        (AVX2_FLAGS, ["avx512", "avx2"]),
+        ((*AVX2_FLAGS, "-mavx512f"), ["avx512", "avx2"]),
+        ((*AVX2_FLAGS, *AVX512_FLAGS), ["avx512"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "tiles", "more"),
+    [
+        (torch.float32, False, []),
+        (torch.float16, False, []),
+        (torch.bfloat16, False, ["avx512_bf16"]),
+        (torch.bfloat16, True, ["amx", "avx512_bf16"]),
+    ],
+)
+def test_a_package_holds_no_set_that_its_other_code_surpasses(
+    flags: tuple[str, ...], left: list[str], dtype: torch.dtype, tiles: bool, more: list[str]
+) -> None:
+    """The least that is left is what runs if a lesser one is asked for."""
+    sets = source.everywhere(dtype, tiles)
+    text = f"{source.kernel_source(sets)}\n{source.call_of(dtype, sets)}\n"
+    command = [build.compiler(), *flags, "-E", "-P", "-xc++", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"namespace (\w+) \{\s+namespace \{", done)[1:-1] == [*more, *left]
+    chosen = done[done.rindex("switch (set)") :]
+    assert re.findall(r"case attn_pass_cpu\w*::(\w+):", chosen) == [name.upper() for name in [*more, *left][:-1]]
+    assert re.findall(r"default:\s+attn_pass_cpu\w*::(\w+)::", chosen) == left[-1:]
+    assert f"best_set({str(tiles).lower()}, {str(bool(more)).lower()})" in done
 
 
 def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
@@ -473,7 +515,7 @@ def test_compilers_know_the_names_of_the_instruction_sets() -> None:
 @pytest.mark.parametrize("machine", ["x86_64-linux-gnu", "aarch64-macos"])
 def test_clang_compiles_what_a_package_holds(machine: str, kernel: str, tmp_path: Path) -> None:
     """Clang 16 from a wheel, with the headers of each system: it finds what GCC lets pass."""
-    sets = source.everywhere(False)
+    sets = source.everywhere(torch.bfloat16, False)
     lines = [f"{source.kernel_source(sets, kernel=kernel)}\n"]
     for number, dtype in enumerate(source.ELEMENTS):
         name = "BackwardArgs" if kernel == source.BACKWARD else "Args"

@@ -33,8 +33,8 @@ inline bool has_f16c() {
 }
 #endif
 
-// The best of the processor's sets; `in_tiles` where the kernel has one that multiplies in tiles.
-inline Set best_set(bool in_tiles) {
+// The best of the processor's sets; `in_tiles` and `in_pairs` where the kernel has one that multiplies in tiles, or pairs.
+inline Set best_set(bool in_tiles, bool in_pairs) {
   Set best = PLAIN;
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -43,12 +43,13 @@ inline Set best_set(bool in_tiles) {
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (best == AVX2 && wide) best = AVX512;
   // Intel's processors multiply pairs of bfloat16 at half the rate of floats, AMD's at twice.
-  if (best == AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd")) best = AVX512_BF16;
+  const bool pairs = in_pairs && wide && __builtin_cpu_supports("avx512bf16");
+  if (best == AVX512 && pairs && __builtin_cpu_is("amd")) best = AVX512_BF16;
   const bool tiles = in_tiles && wide && __builtin_cpu_supports("avx512bf16") && has_tiles();
   if (tiles) best = AMX;
   if (const char* named = std::getenv("ATTN_PASS_CPU_ISA")) {
     const char* names[] = {"amx", "avx512_bf16", "avx512", "avx2", "plain"};
-    const bool has[] = {tiles, wide && bool(__builtin_cpu_supports("avx512bf16")), wide, best != PLAIN, true};
+    const bool has[] = {tiles, pairs, wide, best != PLAIN, true};
     for (int i = 0; i < 5; ++i)
       if (!std::strcmp(named, names[i]) && has[i]) best = Set(i);
   }

@@ -49,13 +49,22 @@ _ARGUMENTS_OF = {BACKWARD: "BackwardArgs", **dict.fromkeys(_LINEAR, "LinearArgs"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """An instruction set of `dispatch.hpp`: its name there, the file of its vectors, and the compiler flags."""
+    """An instruction set of `dispatch.hpp`: its name there, the file of its vectors, and the compiler flags.
+
+    Where the compiler may use more than it has anywhere, the whole file needs that, and nothing ever chooses this set:
+    ``surpassed`` is the preprocessor's condition for it.
+    """
 
     name: str
     file: str
     features: str = ""  # as GCC's and Clang's attribute ``target`` takes them
     has_bf16_dots: bool = False
     has_tiles: bool = False
+    surpassed: str = ""
+
+
+def _all_defined(*features: str) -> str:
+    return " && ".join(f"defined(__{name}__)" for name in features)
 
 
 _AVX512 = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
@@ -65,8 +74,10 @@ ALL = (
     _TILES,
     InstructionSet("avx512_bf16", "isa_avx512.hpp", f"{_AVX512},avx512bf16", has_bf16_dots=True),
     InstructionSet("avx512", "isa_avx512.hpp", _AVX512),
-    InstructionSet("avx2", "isa_avx2.hpp", "avx2,fma,f16c"),
-    InstructionSet("plain", "isa_plain.hpp"),
+    InstructionSet(
+        "avx2", "isa_avx2.hpp", "avx2,fma,f16c", surpassed=_all_defined("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ")
+    ),
+    InstructionSet("plain", "isa_plain.hpp", surpassed=_all_defined("AVX2", "FMA", "F16C")),
 )
 
 
@@ -79,9 +90,13 @@ def in_tiles(dtype: torch.dtype, kernel: str = "attend_type", *, trains: bool = 
     return dtype == torch.bfloat16 and kernel not in (BACKWARD, *_LINEAR, "attend_few") and not trains
 
 
-def everywhere(tiles: bool) -> tuple[InstructionSet, ...]:
-    """What a package holds; without the set that has tiles where a kernel does not use them."""
-    return ALL if tiles else tuple(s for s in ALL if not s.has_tiles)
+def everywhere(dtype: torch.dtype, tiles: bool) -> tuple[InstructionSet, ...]:
+    """What a package holds: tiles where a kernel uses them, pairs for bfloat16 alone, and all other sets.
+
+    The compiler leaves out those that are `surpassed`.
+    """
+    pairs = dtype == torch.bfloat16
+    return tuple(s for s in ALL if (tiles or not s.has_tiles) and (pairs or not s.has_bf16_dots))
 
 
 @cache
@@ -117,7 +132,7 @@ def processor_has(word: str) -> bool:
         return False
 
 
-_IF_X86 = "#if defined(__x86_64__)"
+_X86 = "defined(__x86_64__)"
 _BEGIN = """
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("{features}"))), apply_to = function)
@@ -138,10 +153,10 @@ _END = """
 def namespace_of(sets: Sequence[InstructionSet], score: str, kernel: str = "attend_type") -> str:
     """The namespace everything lies in, since a package is one file: one for each score function and kernel.
 
-    And for each choice of instruction sets: those with tiles are left out of a kernel that has no use for them.
+    And for each choice of instruction sets: those with tiles or pairs are left out of kernels that do not use them.
     """
     outer = _NAMES_OF.get(kernel, _OUTER)
-    outer = f"{outer}_tiles" if any(s.has_tiles for s in sets) else outer
+    outer += "_tiles" if any(s.has_tiles for s in sets) else "_pairs" if any(s.has_bf16_dots for s in sets) else ""
     return f"{outer}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else outer
 
 
@@ -156,7 +171,8 @@ def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel:
     ``score`` is a score function as `scores.written` writes it, or empty for the scaled product. With the ``kernel``
     `BACKWARD` or one of linear layers it is the source of that one instead.
     """
-    body = "\n".join(_namespace(s, _FILES_OF.get(kernel, _FILES)) for s in sets)
+    files = _FILES_OF.get(kernel, _FILES)
+    body = "\n".join(_if(condition, _namespace(s, files)) for s, condition in _compiled(sets))
     if score:
         names = {"ATTN_SCORE": score, **(slopes.macros(score) if kernel == BACKWARD else {})}
         defined = "".join(f"#define {name} {text}\n" for name, text in names.items())
@@ -170,20 +186,39 @@ def call_of(
     dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: str = "attend_type", score: str = ""
 ) -> str:
     """Statements that run the kernel on ``args``; the last of ``sets`` where the processor has none of the others."""
+    compiled = _compiled(sets)
     cases = []
-    for s in sets:
-        label = "default" if s is sets[-1] else f"case attn_pass_cpu::{s.name.upper()}"
+    for n, (s, condition) in enumerate(compiled):
+        label = _label(s, [later for _, later in compiled[n + 1 :]])
         element = f"attn_pass_cpu::{s.name}::{ELEMENTS[dtype]}"
-        case = f"    {label}: attn_pass_cpu::{s.name}::{kernel}<{element}>(args); break;"
-        cases += [_IF_X86, case, "#endif"] if s.features else [case]
-    tiles = str(any(s.has_tiles for s in sets)).lower()
-    lines = [
-        f"  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set({tiles});",
-        "  switch (set) {",
-        *cases,
-        "  }",
-    ]
+        cases.append(_if(condition, f"{label} attn_pass_cpu::{s.name}::{kernel}<{element}>(args); break;"))
+    tiles, pairs = (str(any(has)).lower() for has in ([s.has_tiles for s in sets], [s.has_bf16_dots for s in sets]))
+    lines = [f"  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set({tiles}, {pairs});", "  switch (set) {"]
+    lines += [*cases, "  }"]
     return "\n".join(lines).replace(_OUTER, namespace_of(sets, score, kernel))
+
+
+def _compiled(sets: Sequence[InstructionSet]) -> list[tuple[InstructionSet, str]]:
+    """Each set and the preprocessor's condition for it, "" if there is none; the first has none but its processor's."""
+    conditions = []
+    for n, s in enumerate(sets):
+        of_processor = [_X86] if s.features else []
+        conditions.append(" && ".join([*of_processor, *([f"!({s.surpassed})"] if s.surpassed and n else [])]))
+    return list(zip(sets, conditions, strict=True))
+
+
+def _label(which: InstructionSet, later: Sequence[str]) -> str:
+    """A set's in the switch, given the conditions of those behind it: the last one that is compiled is the default."""
+    case = f"case attn_pass_cpu::{which.name.upper()}:"
+    if not later:
+        return "default:"
+    return case if "" in later else _if(" || ".join(f"({one})" for one in later), case, "default:") + "\n"
+
+
+def _if(condition: str, text: str, otherwise: str = "") -> str:
+    if not condition:
+        return text
+    return f"#if {condition}\n{text}\n" + (f"#else\n{otherwise}\n" if otherwise else "") + "#endif"
 
 
 def _begin(which: InstructionSet) -> str:
@@ -194,7 +229,6 @@ def _begin(which: InstructionSet) -> str:
 
 def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
     body = "\n".join(_text(name) for name in (which.file, *files))
-    has_features = which.features != ""
     begin = _begin(which)
     if which.has_tiles:
         # Pairs are left out as well: on the processors that have tiles they are slower than floats.
@@ -203,12 +237,10 @@ def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
         begin = f"#if {_KNOWS_TILES}\n{begin}\n#else\n{without}\n#endif\n"
     return "".join(
         (
-            f"\n{_IF_X86}\n" if has_features else "",
             begin,
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
-            _END if has_features else "",
+            _END if which.features else "",
             "#undef ATTN_BF16_DOTS\n#undef ATTN_TILES\n#undef captured\n",
-            "#endif\n" if has_features else "",
         )
     )
 

@@ -100,7 +100,7 @@ class TemplateCall(CppTemplate):
         assert not epilogue_nodes, "nothing is fused into it"
         out = self.output_node if template_buffer_node is None else template_buffer_node
         dtype, chosen = next(iter(self.operands.values())).get_dtype(), self.chosen_kernel()
-        sets = _sets(in_tiles(dtype, chosen, trains="statistics" in self.written))
+        sets = _sets(dtype, in_tiles(dtype, chosen, trains="statistics" in self.written))
         return str(
             self._template_from_string(_SOURCE).render(
                 template=self,
@@ -265,9 +265,9 @@ def strides_in(node: Any, shape: Any) -> list[Any]:
     return [0] * lead + [0 if o else s for o, s in zip(one, stride)]
 
 
-def _sets(tiles: bool) -> tuple[InstructionSet, ...]:
+def _sets(dtype: torch.dtype, tiles: bool) -> tuple[InstructionSet, ...]:
     """A package runs anywhere; what is compiled for this process runs here."""
-    return everywhere(tiles) if V.graph.aot_mode else of_this_machine(tiles)
+    return everywhere(dtype, tiles) if V.graph.aot_mode else of_this_machine(tiles)
 
 
 def laid_out(x: Any) -> Any:
