@@ -15,7 +15,7 @@ from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
 from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, speed, steps, tables
-from bench.suites.census.dataset import FolderError, NotMeasured, open_census
+from bench.suites.census.dataset import Census, FolderError, NotMeasured, open_census
 from bench.suites.census.rows import Row, read_rows
 from bench.suites.census.workers import run_all
 
@@ -41,20 +41,27 @@ def _command(bench: ModuleType, names_start: str | tuple[str, ...]) -> Callable[
         except FolderError as error:
             raise typer.BadParameter(str(error), param_hint="--census") from error
         names = [name for name in census.names(only, listed) if name.startswith(names_start)]
-        tasks = [Task(bench.facts_of(census, name), rows_of, (bench.__name__, folder, name)) for name in names]
+        tasks = [Task(_facts(bench, census, name), rows_of, (bench.__name__, folder, name)) for name in names]
         run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=plain_console())
         summary([out])
 
     return measure
 
 
+def _facts(bench: ModuleType, census: Census, name: str) -> Row:
+    """What the first row of a model is about."""
+    return {**bench.FACTS, **census.facts(name)}
+
+
 def rows_of(bench: str, folder: Path, name: str) -> Iterator[Row]:
     """What a process does: the rows of a model, or one that says why there are none."""
     module, census = import_module(bench), open_census(folder)
+    facts = _facts(module, census, name)
     try:
-        yield from module.measure(census, name)
+        for row in module.measure(census, name):
+            yield {**facts, **row}
     except NotMeasured as error:
-        row = {**module.facts_of(census, name), "status": error.status}
+        row = {**facts, "status": error.status}
         yield {**row, "error": str(error)} if str(error) else row
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import time
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -12,16 +11,12 @@ from torch.export import ExportedProgram
 
 import attn_pass
 from bench.suites.census.dataset import Census, NotMeasured, Subject, error_text, prepared
-from bench.suites.census.rows import Row, report_row
+from bench.suites.census.rows import Row, report_row, warned
 
 STAGES = ("export", "decomposed")
+FACTS = {"bench": "export", "stage": STAGES[0]}
 LARGEST_SAVED = 200 * 2**20
 """Programs with more bytes of weights than this are not saved and loaded again, which takes long."""
-
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the first row of a model is about."""
-    return {"bench": "export", "stage": STAGES[0], **census.facts(name)}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
@@ -29,7 +24,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
     subject = prepared(census, name)
     began = time.perf_counter()
     program, strict = exported(subject)
-    facts = {**facts_of(census, name), "export_s": round(time.perf_counter() - began, 2), "strict": strict}
+    facts: Row = {"export_s": round(time.perf_counter() - began, 2), "strict": strict}
     decomposed, refusal = None, ""
     began = time.perf_counter()
     try:
@@ -73,14 +68,12 @@ def rewritten(subject: Subject, program: ExportedProgram) -> Row:
         return {**row, "status": "does not run as exported", "error": error_text(error)}
     row["exported"] = subject.judged(as_exported)
     began = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", attn_pass.AttnPassWarning)
+    with warned(row):
         try:
             report = attn_pass.rewrite(program, choose="fused")
         except Exception as error:
             return {**row, "status": "rewrite failed", "error": error_text(error)}
-    row["seconds"] = round(time.perf_counter() - began, 3)
-    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+        row["seconds"] = round(time.perf_counter() - began, 3)
     row.update(report_row(report))
     row["after"] = subject.census.counted([program.module()])
     try:

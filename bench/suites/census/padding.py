@@ -8,7 +8,6 @@ under `assume_padding_unused`, and compared with eager in all that this word lea
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,28 +15,23 @@ import torch
 
 import attn_pass
 from attn_pass.report.record import Report
-from bench.suites.census.dataset import Census, Subject, error_text, prepared
+from bench.suites.census.dataset import Census, Subject, prepared
 from bench.suites.census.padded_rows import seen, token_masks
-from bench.suites.census.rows import Row
+from bench.suites.census.rows import Row, tried, warned
 from bench.suites.census.sdpa import build_with_sdpa
 
 AS_CALLED, UNUSED = "as called", "padding unused"
 STAGES: Mapping[str, Mapping[str, Any]] = {AS_CALLED: {}, UNUSED: {"assume_padding_unused": True}}
 """The options of the pass in each."""
-
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the row of a model is about."""
-    return {"bench": "padding", "stage": AS_CALLED, **census.facts(name)}
+FACTS = {"bench": "padding", "stage": AS_CALLED}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
     """A row for each stage: the records of all regions of a model's graphs, and the numbers against eager."""
-    row = facts_of(census, name)
     build_with_sdpa()
     subject = prepared(census, name, refused=without_padding)
     for stage in STAGES:
-        yield {**row, "stage": stage, **compiled(subject, stage)}
+        yield {"stage": stage, **compiled(subject, stage)}
 
 
 def without_padding(inputs: Mapping[str, Any]) -> str:
@@ -50,13 +44,8 @@ def compiled(subject: Subject, stage: str) -> Row:
     torch._dynamo.reset()
     backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), **STAGES[stage])
     made: Row = {"status": "ok", "numerics": None}
-    with warnings.catch_warnings(record=True) as caught, attn_pass.record() as report:
-        warnings.simplefilter("always", attn_pass.AttnPassWarning)
-        try:
-            made |= judged(subject, stage, subject.run(torch.compile(subject.model, backend=backend)))
-        except Exception as error:
-            made.update(status="does not run", error=error_text(error))
-    made["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    with warned(made), attn_pass.record() as report, tried(made):
+        made |= judged(subject, stage, subject.run(torch.compile(subject.model, backend=backend)))
     return {**made, **_report_row(report)}
 
 

@@ -8,34 +8,28 @@ where a module makes all three by one convolution, counts as not read.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-import attn_pass
 from attn_pass.entries.known import known_buffers
 from attn_pass.entries.transaction import decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
 from attn_pass.report.record import Report
-from bench.suites.census.dataset import Census, error_text, prepared
-from bench.suites.census.rows import Row
+from bench.suites.census.dataset import Census, prepared
+from bench.suites.census.rows import Row, tried, warned
 from bench.suites.census.sdpa import build_with_sdpa
 
 OPERANDS = 3  # of an attention: queries, keys and values
-
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the row of a model is about."""
-    return {"bench": "projections", "stage": "", **census.facts(name)}
+FACTS = {"bench": "projections", "stage": ""}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
     """One row: attentions, operands that linear layers make, what became of these, and the numbers against eager."""
-    row = {**facts_of(census, name), "numerics": None}
+    row: Row = {"numerics": None}
     build_with_sdpa()
     subject = prepared(census, name)
     reports: list[Report] = []
@@ -46,15 +40,10 @@ def measure(census: Census, name: str) -> Iterator[Row]:
         reports.append(decide(gm, options, "compile", "inductor", lambda: known).report)
         return gm.forward
 
-    with warnings.catch_warnings(record=True) as caught, torch._inductor.config.patch(freezing=True):
-        warnings.simplefilter("always", attn_pass.AttnPassWarning)
-        try:
-            with torch.no_grad():
-                got = subject.run(torch.compile(subject.model, backend=joining))
-            row.update(status="ok", numerics=subject.judged(got))
-        except Exception as error:
-            row.update(status="does not run", error=error_text(error))
-    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    with warned(row), torch._inductor.config.patch(freezing=True), tried(row):
+        with torch.no_grad():
+            got = subject.run(torch.compile(subject.model, backend=joining))
+        row.update(status="ok", numerics=subject.judged(got))
     yield {**row, **_counted(reports)}
 
 

@@ -23,15 +23,11 @@ from attn_pass.reading.made_of import sums
 from attn_pass.reading.prologue import operands_of, prologues
 from attn_pass.reading.reader import Reader
 from bench.suites.census.dataset import Census, NotMeasured, error_text
-from bench.suites.census.rows import Row
+from bench.suites.census.rows import Row, tried
 from bench.suites.census.sdpa import build_with_sdpa
 
 _ANGLES = ("cos", "sin", "polar", "view_as_complex", "cos.default", "sin.default", "polar.default")
-
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the row of a model is about."""
-    return {"bench": "rotary", **census.facts(name)}
+FACTS = {"bench": "rotary"}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
@@ -48,13 +44,10 @@ def measure(census: Census, name: str) -> Iterator[Row]:
         graphs.append([{"graph": len(graphs), **operand} for operand in operands_in(gm)])
         return gm.forward
 
-    row: Row = {**facts_of(census, name), "status": "ok"}
+    row: Row = {"status": "ok"}
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, dict) else (tuple(inputs), {})
-    try:
-        with torch.no_grad():
-            torch.compile(model.eval(), backend=look)(*args, **kwargs)
-    except Exception as error:
-        row.update(status="does not run", error=error_text(error))
+    with tried(row), torch.no_grad():
+        torch.compile(model.eval(), backend=look)(*args, **kwargs)
     yield {**row, "operands": [operand for graph in graphs for operand in graph]}
 
 

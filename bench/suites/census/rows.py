@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attn_pass
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
+from bench.suites.census.dataset import error_text
 
 Row = dict[str, Any]
 
@@ -23,6 +27,24 @@ def read_rows(paths: Iterable[Path]) -> list[Row]:
     """The rows of JSONL files."""
     lines = (json.loads(line) for path in paths for line in path.read_text().splitlines())
     return list({key(row): row for row in lines}.values())
+
+
+@contextmanager
+def warned(row: Row) -> Iterator[None]:
+    """Keeps in a row what the pass warns of inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", attn_pass.AttnPassWarning)
+        yield
+    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+
+
+@contextmanager
+def tried(row: Row, status: str = "does not run") -> Iterator[None]:
+    """Keeps in a row what fails inside, under this status."""
+    try:
+        yield
+    except Exception as error:
+        row.update(status=status, error=error_text(error))
 
 
 def report_row(report: Report) -> Row:

@@ -19,26 +19,19 @@ from torch.utils._pytree import tree_leaves
 import attn_pass
 from bench.suites.census.dataset import Census, NotMeasured, Subject, error_text, prepared
 from bench.suites.census.export import exported
-from bench.suites.census.rows import Row, report_row
+from bench.suites.census.rows import Row, report_row, tried
 
 Translated = tuple[Counter[str], Callable[[], list[Tensor]]]
 """The operators of a translated program, and what runs it."""
 
 
-def facts_of(census: Census, name: str) -> Row:
-    """What the first row of a model is about."""
-    return {"bench": "runtimes", "stage": next(iter(RUNTIMES)), **census.facts(name)}
-
-
 def measure(census: Census, name: str) -> Iterator[Row]:
     """A row for each runtime that is installed."""
-    facts = facts_of(census, name)
     subject = prepared(census, name)
     program, _ = exported(subject)
     for stage, (package, operator, translate) in RUNTIMES.items():
         if find_spec(package) is not None:
-            facts["stage"] = stage
-            yield {**facts, **_compared(subject, program, stage, operator, translate)}
+            yield {"stage": stage, **_compared(subject, program, stage, operator, translate)}
 
 
 def _compared(
@@ -66,14 +59,10 @@ def _compared(
         return {**row, "status": error.status, "error": str(error)}
     report = attn_pass.rewrite(ours, runtime=runtime)
     row.update(report_row(report))
-    try:
+    with tried(row, "does not run" if "stock_error" not in row else "not for this runtime"):
         found, run = translate(subject, ours)
         row["operators"] = found[operator]
         row["numerics"] = subject.judged(run(), stock)
-    except Exception as error:
-        row.update(
-            status="does not run" if "stock_error" not in row else "not for this runtime", error=error_text(error)
-        )
     return row
 
 
@@ -117,3 +106,4 @@ RUNTIMES = {
     "openvino": ("openvino", "ScaledDotProductAttention", _by_openvino),
 }
 """By the name `attn_pass.rewrite` has for it: the package, its attention operator, and what translates a program."""
+FACTS = {"bench": "runtimes", "stage": next(iter(RUNTIMES))}

@@ -6,7 +6,6 @@ transformers models are built with `attn_implementation="sdpa"` and compiled wit
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,18 +14,15 @@ import torch
 from torch.fx import GraphModule
 
 import attn_pass
-from bench.suites.census.dataset import Census, error_text, prepared
-from bench.suites.census.rows import Row, report_row
+from bench.suites.census.dataset import Census, prepared
+from bench.suites.census.rows import Row, report_row, tried, warned
 
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the row of a model is about."""
-    return {"bench": "sdpa", "stage": "", **census.facts(name)}
+FACTS = {"bench": "sdpa", "stage": ""}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
     """One row: the calls in Dynamo's graphs, those the report read, and the numbers against eager."""
-    row = facts_of(census, name)
+    row: Row = {}
     build_with_sdpa()
     subject = prepared(census, name, keep_cache=True)
     sites: Counter[str] = Counter()
@@ -40,14 +36,9 @@ def measure(census: Census, name: str) -> Iterator[Row]:
         return rewriting(gm, inputs)
 
     torch._dynamo.config.recompile_limit = 64
-    with warnings.catch_warnings(record=True) as caught, attn_pass.record() as report:
-        warnings.simplefilter("always", attn_pass.AttnPassWarning)
-        try:
-            got = subject.run(torch.compile(subject.model, backend=counting))
-            row.update(status="ok", numerics=subject.judged(got))
-        except Exception as error:
-            row.update(status="does not run", error=error_text(error))
-    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    with warned(row), attn_pass.record() as report, tried(row):
+        got = subject.run(torch.compile(subject.model, backend=counting))
+        row.update(status="ok", numerics=subject.judged(got))
     yield {**row, "sites": dict(sites), "graphs": graphs, "seconds": round(report.seconds, 3), **report_row(report)}
 
 

@@ -26,6 +26,7 @@ from bench.suites.census.rows import Row, report_row
 from bench.suites.census.sdpa import build_with_sdpa
 
 CALLED, WRITTEN = "float32, calls", "bfloat16, written out"
+FACTS = {"bench": "speed", "stage": WRITTEN}
 ROUNDS = 15
 BLOCK_S = 0.04
 _TIMES_STOCK = 3.0
@@ -36,21 +37,15 @@ _LARGER_OF_MODELS = {128: 1024, 16: 64, 64: 512}  # layers and experts stay
 _OF_WIDTH = ("head_dim", "num_key_value_heads", "vocab_size")
 
 
-def facts_of(census: Census, name: str) -> Row:
-    """What the first row of a model is about."""
-    return {"bench": "speed", "stage": WRITTEN, **census.facts(name)}
-
-
 def measure(census: Census, name: str) -> Iterator[Row]:
     """A row for each way to write attention."""
-    facts = facts_of(census, name)
     if name.startswith("hf/"):
         enlarge(importlib.import_module("zoo_hf"))
-    yield {**facts, **timed_row(census, name, _in_bfloat16)}
+    yield timed_row(census, name, _in_bfloat16)
     build_with_sdpa()
     if name.startswith("timm/"):
         keep_calls_of_timm(census)
-    yield {**facts, "stage": CALLED, **timed_row(census, name)}
+    yield {"stage": CALLED, **timed_row(census, name)}
 
 
 def timed_row(

@@ -20,12 +20,7 @@ from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 from bench.suites.census.speed import enlarge, keep_calls_of_timm, timed_row
 
-STAGE = "float32, calls, a training step"
-
-
-def facts_of(census: Census, name: str) -> Row:
-    """What the row of a model is about."""
-    return {"bench": "speed", "stage": STAGE, **census.facts(name)}
+FACTS = {"bench": "speed", "stage": "float32, calls, a training step"}
 
 
 def measure(census: Census, name: str) -> Iterator[Row]:
@@ -35,7 +30,7 @@ def measure(census: Census, name: str) -> Iterator[Row]:
     build_with_sdpa()
     if name.startswith("timm/"):
         keep_calls_of_timm(census)
-    yield {**facts_of(census, name), **timed_row(census, name, Trained.of, dropout=0.0)}
+    yield timed_row(census, name, Trained.of, dropout=0.0)
 
 
 class Trained(Subject):
