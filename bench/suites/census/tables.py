@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 from attn_pass.projections.groups import ALREADY
@@ -56,17 +57,25 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _by_family(cells: Callable[[Sequence[Row]], Row]) -> Callable[[Sequence[Row]], str]:
+    """A Markdown table with a line a family: its models, and the cells of its rows by their titles."""
+
+    @wraps(cells)
+    def table(rows: Sequence[Row]) -> str:
+        counted = [(label, len({row["name"] for row in of}), cells(of)) for label, of in by_family(rows)]
+        lines = [{"family": label, "models": models, **made} for label, models, made in counted]
+        return _table(list(lines[0]), (line.values() for line in lines))
+
+    return table
+
+
 # ---- exported programs ----
 
 
-def export_table(rows: Sequence[Row]) -> str:
+@_by_family
+def export_table(rows: Sequence[Row]) -> Row:
     """A line a family; sites and what became of them before and after run_decompositions()."""
-    return _by_title(_export_cells(label, group) for label, group in by_family(rows))
-
-
-def _export_cells(label: str, rows: Sequence[Row]) -> Row:
-    cells = {"family": label, "models": len({row["name"] for row in rows})}
-    cells["exportable"] = len({row["name"] for row in rows if "sites" in row})
+    cells = {"exportable": len({row["name"] for row in rows if "sites" in row})}
     for stage, of_stage in (("export", ""), ("decomposed", ", decomposed")):
         ran = [row for row in rows if row["stage"] == stage and "sites" in row]
         sites = sum(row["sites"].get("hand", 0) for row in ran)
@@ -89,18 +98,13 @@ def is_wrong(row: Row) -> bool:
 # ---- models that call SDPA ----
 
 
-def sdpa_table(rows: Sequence[Row]) -> str:
+@_by_family
+def sdpa_table(rows: Sequence[Row]) -> Row:
     """A line a family: calls in Dynamo's graphs, and what the pass made of them."""
-    return _by_title(_sdpa_cells(label, group) for label, group in by_family(rows))
-
-
-def _sdpa_cells(label: str, rows: Sequence[Row]) -> Row:
     ran = [row for row in rows if "sites" in row]
     calls = sum(row["sites"].get("sdpa", 0) for row in ran)
     read = sum(sum(call_masks(row).values()) for row in ran)
     return {
-        "family": label,
-        "models": len(rows),
         "with SDPA calls": sum(row["sites"].get("sdpa", 0) > 0 for row in ran),
         "calls": calls,
         "read": read,
@@ -138,18 +142,13 @@ def mask_table(rows: Sequence[Row]) -> str:
 # ---- rotary embeddings ----
 
 
-def rotary_table(rows: Sequence[Row]) -> str:
+@_by_family
+def rotary_table(rows: Sequence[Row]) -> Row:
     """A line a family: attentions whose query or key has an angle, and those of which all such are read."""
-    return _by_title(_rotary_cells(label, group) for label, group in by_family(rows))
-
-
-def _rotary_cells(label: str, rows: Sequence[Row]) -> Row:
     sites = [site for row in rows for site in _sites_of(row)]
     rotary = [site for site in sites if any(o["angle"] for o in site)]
     read = sum(all("rotary" in o["read"] for o in site if o["angle"]) for site in rotary)
     return {
-        "family": label,
-        "models": len(rows),
         "attentions": len(sites),
         "models with angles": sum(any(o["angle"] for o in row.get("operands", ())) for row in rows),
         "attentions with angles": len(rotary),
@@ -188,19 +187,14 @@ def _reasons(title: str, counted: str, left: Iterable[tuple[str, str]]) -> str:
 # ---- regions without padding ----
 
 
-def padding_table(rows: Sequence[Row]) -> str:
+@_by_family
+def padding_table(rows: Sequence[Row]) -> Row:
     """A line a family: models whose attentions have a padding mask, and those with a region that is proved."""
-    return _by_title(_padding_cells(label, group) for label, group in by_family(rows))
-
-
-def _padding_cells(label: str, rows: Sequence[Row]) -> Row:
     masked = [row for row in rows if row.get("regions")]
     proved = [row for row in masked if any(r["outcome"] == "packed" for r in row["regions"])]
     inside = sum(r["sites"] for row in masked for r in row["regions"])
     packed = sum(r["packed"] for row in masked for r in row["regions"])
     return {
-        "family": label,
-        "models": len(rows),
         "with padding": sum(row["status"] not in ("no padding", "unbuildable") for row in rows),
         "with attention": sum(row.get("attentions", 0) > 0 for row in rows),
         "with a padding mask": len(masked),
@@ -223,17 +217,12 @@ def stops_table(rows: Sequence[Row]) -> str:
 # ---- projections ----
 
 
-def projections_table(rows: Sequence[Row]) -> str:
+@_by_family
+def projections_table(rows: Sequence[Row]) -> Row:
     """A line a family: queries, keys and values, how many linear layers that are read make, and which are joined."""
-    return _by_title(_projections_cells(label, group) for label, group in by_family(rows))
-
-
-def _projections_cells(label: str, rows: Sequence[Row]) -> Row:
     counted = [row for row in rows if row.get("operands")]
     operands, read = (sum(row[name] for row in counted) for name in ("operands", "read"))
     return {
-        "family": label,
-        "models": len(rows),
         "with attention": len(counted),
         "queries, keys, values": operands,
         "read": read,
@@ -256,18 +245,16 @@ def apart_table(rows: Sequence[Row]) -> str:
 # ---- other runtimes ----
 
 
-def runtimes_table(rows: Sequence[Row]) -> str:
+@_by_family
+def runtimes_table(rows: Sequence[Row]) -> Row:
     """A line a family: attentions in exported programs, and how many end as the runtime's operator."""
-    return _by_title(_runtimes_cells(label, group) for label, group in by_family(rows))
-
-
-def _runtimes_cells(label: str, rows: Sequence[Row]) -> Row:
     ran = [row for row in rows if "operators" in row]
     sites = sum(row["attentions"] for row in ran)
     stock, ours = (sum(row.get(name, 0) for row in ran) for name in ("stock", "operators"))
     wrong = sum((row.get("stock_numerics") or {}).get("ok") is False for row in ran)
     return {
-        **{"family": label, "models": len({row["name"] for row in rows}), "translated": len(ran), "attentions": sites},
+        "translated": len(ran),
+        "attentions": sites,
         **{"operators, stock": stock, "% stock": percent(stock, sites)},
         **{"operators, rewritten": ours, "% rewritten": percent(ours, sites)},
         **{"not for it, stock neither": sum(row["status"] == "not for this runtime" for row in rows)},
@@ -281,16 +268,13 @@ def _runtimes_cells(label: str, rows: Sequence[Row]) -> Row:
 _SLOWEST = 10
 
 
-def speed_table(rows: Sequence[Row]) -> str:
+@_by_family
+def speed_table(rows: Sequence[Row]) -> Row:
     """A line a family: how many models are faster than with stock, the same within the noise, and slower."""
-    return _by_title(_speed_cells(label, group) for label, group in by_family(rows))
-
-
-def _speed_cells(label: str, rows: Sequence[Row]) -> Row:
     counted = Counter(row["verdict"] for row in rows)
     speedups = [row["speedup"] for row in rows]
     return {
-        **{"family": label, "models": len(rows), "attentions": sum(_attentions(row) for row in rows)},
+        "attentions": sum(_attentions(row) for row in rows),
         "rewritten": sum(row["rewritten"] + row["calls_rewritten"] for row in rows),
         **{what: counted[what] for what in ("faster", "same", "slower")},
         **{"speedup, geometric mean": f"{statistics.geometric_mean(speedups):.2f}", "least": f"{min(speedups):.2f}"},
@@ -408,12 +392,6 @@ def _listed(items: Iterable[str], most: int = 6) -> str:
     distinct = list(dict.fromkeys(items))
     rest = len(distinct) - most
     return ", ".join(distinct[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _by_title(lines: Iterable[Row]) -> str:
-    """A Markdown table of cells by their titles."""
-    rows = list(lines)
-    return _table(list(rows[0]), (row.values() for row in rows))
 
 
 def _table(header: Sequence[str], lines: Iterable[Iterable[Any]]) -> str:
