@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +17,7 @@ from attn_pass.report.units import counted
 from bench.harness import baseline as baselines
 from bench.harness import document
 from bench.harness.console import plain_console, show, show_table, teller
-from bench.harness.document import Document
+from bench.harness.document import Column, Document, Table
 from bench.harness.environment import command, commit, device_name, versions
 from bench.harness.floors import Rates, rates
 from bench.harness.programs import Setting
@@ -49,11 +49,63 @@ def named(only: str, programs: Iterable[_T], name_of: Callable[[_T], str]) -> li
     return chosen
 
 
-Tables = Callable[[Setting, Rates, Callable[[str], None]], Iterable[document.Table]]
+Tables = Callable[[Setting, Rates, Callable[[str], None]], Iterable[Table]]
 
 
-def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu", **more: Any) -> Document:
-    """A document without tables, under the conditions of a run that begins now; ``more`` of them."""
+@dataclass
+class Recorder:
+    """A run of a command: its document, the file that keeps it, and the terminal that shows it.
+
+    Attributes:
+        tell: prints a line with the seconds since the run began.
+    """
+
+    document: Document
+    json_file: Path | None = None
+    console: Console = field(default_factory=plain_console)
+
+    def __post_init__(self) -> None:
+        self.tell = teller(self.console)
+
+    def table(self, title: str, columns: Sequence[Column], notes: Iterable[str] = ()) -> Table:
+        """A table of the document, which is to be filled."""
+        self.document.tables.append(Table(title, columns, notes=list(notes)))
+        return self.document.tables[-1]
+
+    def keep(self) -> None:
+        """Writes the document as it is: a run takes long, and what is measured stays when it is stopped."""
+        if self.json_file is not None:
+            self.document.write(self.json_file)
+
+    def finish(self, before: Document | None = None, bad: bool = False) -> None:
+        """Shows and writes the document, compares it with another run.
+
+        Raises:
+            typer.Exit: 1, something is wrong (``bad``: by what the command says), nothing ran, or it got worse.
+        """
+        show(self.console, self.document)
+        if self.json_file is not None:
+            written = f"written: {self.json_file} and {self.document.write(self.json_file)}"
+            self.console.print(written, markup=False, highlight=False)
+        rows = [row for table in self.document.tables for row in table.rows]
+        bad = bad or any(row.get("verdict") == "WRONG" for row in rows)
+        bad = bad or all(row.get("status", "ok") != "ok" for row in rows)
+        if before is not None:
+            compared = baselines.compare(self.document, before)
+            show_table(self.console, compared)
+            bad = bad or baselines.regressed(compared)
+        if bad:
+            raise typer.Exit(1)
+
+
+def started(
+    title: str, json_file: Path | None = None, *, threads: int = 0, rounds: Any = None, device: str = "cpu", **more: Any
+) -> Recorder:
+    """A document without tables, under the conditions of a run that begins now; ``more`` of them.
+
+    ``threads`` is 0 for as many as torch uses by itself.
+    """
+    threads = threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     given = {"device": device_name(device), "threads": threads, "rounds": rounds, **more}
     run = {
@@ -63,7 +115,7 @@ def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu"
         "versions": versions(),
         "command": command(),
     }
-    return Document(title, run)
+    return Recorder(Document(title, run), json_file)
 
 
 def measured_tables(
@@ -80,7 +132,7 @@ def measured_tables(
 
     Raises:
         typer.BadParameter: the run to compare with cannot be read.
-        typer.Exit: as `finish`.
+        typer.Exit: as `Recorder.finish`.
     """
     try:  # before it may be written over
         before = None if baseline is None else document.read(baseline)
@@ -90,37 +142,17 @@ def measured_tables(
         kept = document.read(json_file).tables if add and json_file is not None and json_file.exists() else []
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--add") from error
-    console = plain_console()
     rounds = f"{setting.rounds} in turns, a fresh process a program"
     quick = "cut sizes and fewer rounds" if setting.quick else None
-    made = started(title, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
+    recorder = started(title, json_file, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
+    made = recorder.document
     rate = rates(setting.device)
     made.run["rates"] = asdict(rate)
     run_of = f"{commit() or 'no commit'} of {made.run['date']}, {counted(setting.rounds, 'round')}"
-    for table in tables(setting, rate, teller(console)):
+    for table in tables(setting, rate, recorder.tell):
         for row in table.rows:
             row.setdefault("of", run_of)
         now = {table.title: document.joined(next((t for t in kept if t.title == table.title), None), table)}
         made.tables = list({**{t.title: t for t in made.tables}, **now}.values())
-        if json_file is not None:
-            made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file, before)
-
-
-def finish(console: Console, document: Document, json_file: Path | None, before: Document | None = None) -> None:
-    """Shows and writes the document, compares it with another run.
-
-    Raises:
-        typer.Exit: 1, something is wrong, nothing ran, or it got worse.
-    """
-    show(console, document)
-    if json_file is not None:
-        console.print(f"written: {json_file} and {document.write(json_file)}", markup=False, highlight=False)
-    rows = [row for table in document.tables for row in table.rows]
-    bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
-    if before is not None:
-        compared = baselines.compare(document, before)
-        show_table(console, compared)
-        bad = bad or baselines.regressed(compared)
-    if bad:
-        raise typer.Exit(1)
+        recorder.keep()
+    recorder.finish(before)

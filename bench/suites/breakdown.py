@@ -28,9 +28,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from attn_pass.measuring.timing import private_caches, why
 from bench.harness import variants as w
-from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, named, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, Only, Quick, Rounds, Threads, named, started
+from bench.harness.document import Column, Row
 from bench.harness.floors import rates
 from bench.harness.measure import child, failed_row, quiet, warm_compiler
 from bench.harness.programs import Program, Setting, Tensors, doubled, program_of
@@ -222,15 +221,12 @@ def main(
     json_file: Json = None, quick: Quick = False, only: Only = "", threads: Threads = 2, rounds: Rounds = 5
 ) -> None:
     """Where whole models spend their time: products, attention and everything else, beside other systems."""
-    console = plain_console()
     setting = Setting(threads=threads, rounds=rounds, quick=quick)
     chosen = named(only, peers.programs(setting), attrgetter("name"))
-    document = started(TITLE, threads=threads, rounds=f"{rounds}, one variant after the other; means")
-    document.run["rates"] = asdict(rates(setting.device))
-    table = Table("Products, attention, everything else", COLUMNS, notes=list(NOTES))
-    document.tables.append(table)
+    recorder = started(TITLE, json_file, threads=threads, rounds=f"{rounds}, one variant after the other; means")
+    recorder.document.run["rates"] = asdict(rates(setting.device))
+    table = recorder.table("Products, attention, everything else", COLUMNS, NOTES)
     for program in chosen:
-        table.rows += child(program.name, measured, (program.name, setting), teller(console))
-        if json_file is not None:
-            document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, document, json_file)
+        table.rows += child(program.name, measured, (program.name, setting), recorder.tell)
+        recorder.keep()
+    recorder.finish()

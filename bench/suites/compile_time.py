@@ -22,9 +22,8 @@ import typer
 
 import attn_pass
 from attn_pass.measuring.timing import private_caches
-from bench.harness.command import Json, Only, Quick, finish, named, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, Only, Quick, named, started
+from bench.harness.document import Column, Row
 from bench.harness.measure import child, quiet, warm_compiler
 from bench.suites.zoo import ARCHITECTURES, Built, pixels, ready, timm_model
 
@@ -151,19 +150,17 @@ def main(
     choose: Annotated[str, typer.Option(help="The option of attn_pass with that name.")] = "fused",
 ) -> None:
     """Time cold compiles with stock Inductor and with attn_pass, and the pass's share of them."""
-    console = plain_console()
     names = named(only, MODELS, str)[: 1 if quick else None]
     rounds = 1 if quick else rounds
-    document = started("Cold compiles of real models", threads=torch.get_num_threads(), rounds=rounds, choose=choose)
-    document.tables.append(Table("A cold compile", COLUMNS))
+    recorder = started("Cold compiles of real models", json_file, rounds=rounds, choose=choose)
+    table = recorder.table("A cold compile", COLUMNS)
     runs: list[Row] = []
     for number in range(rounds):
         for name in names:
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:  # every round starts with the other way
-                runs += child(f"{name}, {way}", measure, (name, way, choose), teller(console))
+                runs += child(f"{name}, {way}", measure, (name, way, choose), recorder.tell)
             failed = [row for row in runs if row["status"] != "ok"]
-            document.tables[0].rows = [*summary(runs), *failed]
-            document.tables[0].notes = [target(summary(runs))]
-            if json_file is not None:
-                document.write(json_file)  # what is measured stays when the run is stopped
-    finish(console, document, json_file)
+            table.rows = [*summary(runs), *failed]
+            table.notes = [target(summary(runs))]
+            recorder.keep()
+    recorder.finish()

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.measuring.timing import compiled, in_turns, percentile_10
-from bench.harness.command import Json, Threads, finish, started
-from bench.harness.console import plain_console
-from bench.harness.document import Column, Table
+from bench.harness.command import Json, Threads, started
+from bench.harness.document import Column
 
 Rate = tuple[str, str, float, float]
 """What, its unit, measured, in use."""
@@ -89,8 +88,9 @@ COLUMNS = (
 
 def main(json_file: Json = None, threads: Threads = 1) -> None:
     """Measure the rates the cost model is made of."""
-    document = started("The cost model's constants on the CPU", threads=threads, rounds="10th percentiles of 15")
+    told = "10th percentiles of 15"
+    recorder = started("The cost model's constants on the CPU", json_file, threads=threads, rounds=told)
     with torch.no_grad():
         rows = [dict(zip(("name", "unit", "measured", "used"), rate)) for rate in rates()]
-    document.tables.append(Table("Rates", COLUMNS, rows))
-    finish(plain_console(), document, json_file)
+    recorder.table("Rates", COLUMNS).rows += rows
+    recorder.finish()

@@ -25,9 +25,8 @@ import attn_pass
 from attn_pass.measuring.timing import compiled, in_turns, relative_error
 from attn_pass.options import LEAVE
 from bench.harness import variants as w
-from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, named, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import STANDARD, Column, Row, Table
+from bench.harness.command import Json, Only, Quick, Rounds, Threads, named, started
+from bench.harness.document import STANDARD, Column, Row
 from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.suites.zoo import library, ready, tokens
@@ -276,23 +275,21 @@ def main(
     json_file: Json = None, quick: Quick = False, only: Only = "", threads: Threads = 2, rounds: Rounds = 7
 ) -> None:
     """A decode step of Llama over a static cache, its attention alone, and whole loops of generate()."""
-    console = plain_console()
-    tell = teller(console)
     rounds, told = (min(rounds, 3), "two cases, two positions, fewer rounds") if quick else (rounds, None)
-    document = started(TITLE, threads=threads, rounds=f"{rounds} in turns, a fresh process a case", quick=told)
-    document.tables += [Table(name, columns, notes=[NOTES[name]]) for name, columns in COLUMNS.items()]
+    turns = f"{rounds} in turns, a fresh process a case"
+    recorder = started(TITLE, json_file, threads=threads, rounds=turns, quick=told)
+    tables = [recorder.table(name, columns, [NOTES[name]]) for name, columns in COLUMNS.items()]
     positions = POSITIONS[1::2] if quick else POSITIONS
     jobs: list[tuple[str, Callable[..., Iterator[Row]], tuple[Any, ...]]] = [
         *((case.name, measured, (case, positions, rounds, threads)) for case in (QUICK if quick else CASES)),
         *((f"generate, {form}", looped, (form, min(rounds, 5), threads)) for form in ("sdpa", "eager")),
     ]
     for name, function, given in named(only, jobs, itemgetter(0)):
-        rows = child(name, function, given, tell)
-        for table in document.tables:
+        rows = child(name, function, given, recorder.tell)
+        for table in tables:
             table.rows += _judged([row for row in rows if row["stage"] == table.title])
-        if json_file is not None:
-            document.write(json_file)
-    finish(console, document, json_file)
+        recorder.keep()
+    recorder.finish()
 
 
 def _judged(rows: list[Row]) -> list[Row]:

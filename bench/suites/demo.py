@@ -124,7 +124,7 @@ def main(
     console = plain_console()
     progress = Progress(console)
     setting = Setting(threads=torch.get_num_threads(), rounds=rounds, quick=True)
-    progress.show(started("Demo", threads=setting.threads).conditions())
+    progress.show(started("Demo", threads=setting.threads).document.conditions())
     rows = []
     for architecture in chosen(only or []):
         console.print(Rule(architecture.name))

@@ -27,9 +27,8 @@ from torch.export import Dim, ExportedProgram
 import attn_pass
 from attn_pass.measuring.timing import in_turns, private_caches, relative_error
 from bench.harness import variants as w
-from bench.harness.command import Json, Rounds, finish, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
+from bench.harness.command import Json, Rounds, started
+from bench.harness.document import LEGEND, STANDARD, Column, Row
 from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.programs import Function
@@ -159,16 +158,15 @@ def main(
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CASES)}")
     lengths, rounds = ((1, 64), min(rounds, 3)) if quick else (LENGTHS, rounds)
-    console = plain_console()
-    tell = teller(console)
-    document = started("Packages with a dynamic query length", threads=1, rounds=f"{rounds} in turns, processor time")
-    document.tables += [Table("At one query and at many", STANDARD, notes=[LEGEND]), Table("The form chosen", CHOICES)]
+    told = f"{rounds} in turns, processor time"
+    recorder = started("Packages with a dynamic query length", json_file, threads=1, rounds=told)
+    times = recorder.table("At one query and at many", STANDARD, [LEGEND])
+    choices = recorder.table("The form chosen", CHOICES)
     for dtype in TOLERANCE:
         for name in names:
-            rows = child(f"{name}, {name_of(dtype)}", measured, (name, dtype, lengths, rounds), tell)
-            document.tables[1].rows += [row for row in rows if "case" in row]
+            rows = child(f"{name}, {name_of(dtype)}", measured, (name, dtype, lengths, rounds), recorder.tell)
+            choices.rows += [row for row in rows if "case" in row]
             for program in dict.fromkeys(row["program"] for row in rows if "program" in row):
-                document.tables[0].rows += judged([row for row in rows if row.get("program") == program])
-            if json_file is not None:
-                document.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, document, json_file)
+                times.rows += judged([row for row in rows if row.get("program") == program])
+            recorder.keep()
+    recorder.finish()

@@ -20,8 +20,7 @@ import torch
 from attn_pass.devices.base import LinearLayer
 from attn_pass.devices.cpu.linear import kernel_call, rules
 from attn_pass.measuring.timing import in_turns
-from bench.harness.command import Json, Quick, Rounds, Threads, finish, started
-from bench.harness.console import plain_console
+from bench.harness.command import Json, Quick, Rounds, Threads, started
 from bench.harness.document import Column, Row, Table
 
 SHAPES = (
@@ -124,6 +123,6 @@ def _tables(rounds: int, quick: bool) -> Iterator[Table]:
 
 def main(json_file: Json = None, threads: Threads = 2, rounds: Rounds = 7, quick: Quick = False) -> None:
     """Linear layers by the library that torch calls, by oneDNN, and by the CPU kernel."""
-    document = started("Linear layers by another library", threads=threads, rounds=rounds)
-    document.tables += _tables(rounds, quick)
-    finish(plain_console(), document, json_file)
+    recorder = started("Linear layers by another library", json_file, threads=threads, rounds=rounds)
+    recorder.document.tables += _tables(rounds, quick)
+    recorder.finish()

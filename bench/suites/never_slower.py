@@ -25,9 +25,8 @@ from attn_pass.options import LEAVE
 from attn_pass.report.units import counted
 from attn_pass.tuning.worker import backend_for
 from bench.harness import document
-from bench.harness.command import Json, Only, Threads, finish, named, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, Only, Threads, named, started
+from bench.harness.document import Column, Row
 from bench.harness.measure import Tell, child, quiet
 from bench.suites.spellings import by_hand, repeated_kv
 
@@ -286,25 +285,22 @@ def main(
     ] = None,
 ) -> None:
     """Measure a grid of shapes: stock twice, the pass, and every form that the pass could have taken."""
-    console = plain_console()
-    tell = teller(console)
     chosen = named(only, _quick(grid()) if quick else grid(), str)
     chosen = [s for s in chosen if rows_at_most is None or s.q_len <= rows_at_most][::every]
     kept = {} if changed is None else _of_run(changed)
-    made = started(f"Never slower than stock{', with tune=True' if tune else ''}", threads=threads, rounds=ROUNDS)
-    table = Table("A fresh process a shape", COLUMNS)
-    made.tables.append(table)
+    title = f"Never slower than stock{', with tune=True' if tune else ''}"
+    recorder = started(title, json_file, threads=threads, rounds=ROUNDS)
+    table = recorder.table("A fresh process a shape", COLUMNS)
     for count, shape in enumerate(chosen, 1):
         row = kept.get(str(shape), {})
         if row.get("chosen") != predicted_choice(shape, threads):
-            row = measure(shape, tune, threads, tell)
+            row = measure(shape, tune, threads, recorder.tell)
         table.rows.append(row)
         table.notes = [*summary(table.rows), *_kept(table.rows)]
         if row["status"] == "ok":
-            tell(
+            recorder.tell(
                 f"{count}/{len(chosen)} {shape}: {row['over_stock']:.2f} (A/A {row['a_a']:.2f}), {row['chosen']}, "
                 f"{row['of_best']:.2f} of the best{', SLOWER' if row.get('verdict') == 'slower' else ''}"
             )
-        if json_file is not None:
-            made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file)
+        recorder.keep()
+    recorder.finish()

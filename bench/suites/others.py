@@ -23,8 +23,7 @@ import typer
 
 import attn_pass
 from attn_pass.report.units import counted
-from bench.harness.command import Json, Only, finish, is_asked, started
-from bench.harness.console import plain_console, teller
+from bench.harness.command import Json, Only, is_asked, started
 from bench.harness.document import Column, Table
 from bench.suites import cases, found_elsewhere, others_generated
 from bench.suites.elsewhere import BACKENDS, Backend
@@ -127,9 +126,7 @@ def main(
         raise typer.BadParameter(f"{backend!r}: give one of {', '.join(BACKENDS)}", param_hint="--backend")
     title, compiler = BACKENDS[backend]
     sys.path[:0] = [str(TESTS / "support"), str(TESTS / "integration")]
-    console = plain_console()
-    tell = teller(console)
-    document = started(f"What is wrong elsewhere: {title}", threads=torch.get_num_threads())
+    recorder = started(f"What is wrong elsewhere: {title}", json_file)
     end = time.monotonic() + until
     listed = [
         (name, program.function, program.inputs(torch.float32), {})
@@ -140,8 +137,7 @@ def main(
     if folder is not None:
         tables.append(("Collected cases: what is wrong, or does not compile", collected(folder), False))
     for about, programs, all_shown in tables:
-        table = Table(about, COLUMNS if all_shown else FOUND)
-        document.tables.append(table)
+        table = recorder.table(about, COLUMNS if all_shown else FOUND)
         rows: list[dict[str, Any]] = []
         for name, function, args, kwargs in programs:
             if not is_asked(only, name) or time.monotonic() > end:
@@ -149,23 +145,23 @@ def main(
             try:
                 rows.append(row(name, compiler, function, *args, **kwargs))
             except Exception as error:  # of the program itself: it does not run eagerly
-                tell(f"{name}: left out, {type(error).__name__}: {str(error)[:80]}")
+                recorder.tell(f"{name}: left out, {type(error).__name__}: {str(error)[:80]}")
                 continue
             table.rows = [r for r in rows if all_shown or is_found(r)]
             table.notes = notes(rows)
             if is_found(rows[-1]):
-                tell(f"{name}: {rows[-1]['whole']}")
-            if json_file is not None and len(rows) % 20 == 0:
-                document.write(json_file)
+                recorder.tell(f"{name}: {rows[-1]['whole']}")
+            if len(rows) % 20 == 0:
+                recorder.keep()
     for count, is_near in ((number, False), (near, True)):
         if count:
-            of_generated = Table(f"{NEAR if is_near else GENERATED}: what is wrong, or does not compile", FOUND)
-            document.tables.append(of_generated)
+            kind = NEAR if is_near else GENERATED
+            of_generated = recorder.table(f"{kind}: what is wrong, or does not compile", FOUND)
             for found in checked(count, seed, backend, end, kept, together, near=is_near):
                 fill(of_generated, found)
-                tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
-    document.tables[0].notes += _OF_LISTED
-    finish(console, document, json_file)
+                recorder.tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
+    recorder.document.tables[0].notes += _OF_LISTED
+    recorder.finish()
 
 
 def checked(

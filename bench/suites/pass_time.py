@@ -18,9 +18,8 @@ from torch.fx import GraphModule
 from attn_pass.engine import rewrite_graph
 from attn_pass.options import make_options
 from attn_pass.report.record import Report
-from bench.harness.command import Json, Quick, finish, started
-from bench.harness.console import plain_console
-from bench.harness.document import Column, Table
+from bench.harness.command import Json, Quick, started
+from bench.harness.document import Column
 from bench.suites.zoo import ARCHITECTURES
 
 LAYERS = (12, 24, 48)
@@ -76,9 +75,8 @@ def calls(gm: GraphModule) -> int:
 
 def main(json_file: Json = None, quick: Quick = False) -> None:
     """Measure the pass alone over the depth of a model."""
-    document = started("The pass's own time", threads=torch.get_num_threads(), rounds="the least of five runs")
-    document.tables.append(Table("The engine alone", COLUMNS))
-    rows = document.tables[0].rows
+    recorder = started("The pass's own time", json_file, rounds="the least of five runs")
+    rows = recorder.table("The engine alone", COLUMNS).rows
     for layers in LAYERS[:1] if quick else LAYERS:
         gm = captured(layers)
         runs = [seconds(gm) for _ in range(6)][1:]
@@ -86,4 +84,4 @@ def main(json_file: Json = None, quick: Quick = False) -> None:
         counts = {"nodes": len(gm.graph.nodes), "sites": runs[0][1], "calls": calls(gm)}
         rows.append({"layers": layers, **counts, "min_s": low, "max_s": high})
         rows[-1]["of_smallest"] = low / rows[0]["min_s"]
-    finish(plain_console(), document, json_file)
+    recorder.finish()

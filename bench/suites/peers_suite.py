@@ -27,7 +27,7 @@ import typer
 import attn_pass
 from attn_pass.measuring.timing import farthest, why
 from bench.harness.command import Device, Json, Only, named, started
-from bench.harness.console import plain_console, show, teller
+from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.suites.peer_forms import Form, SuiteError, collect, load
 
@@ -263,7 +263,7 @@ def main(
     device: Device = "cpu",
 ) -> None:
     """PyTorch's own test of its attention patterns, against the pass."""
-    console = plain_console()
+    tell = teller(plain_console())
     warnings.filterwarnings("ignore", category=UserWarning)  # the file's own: reentrant checkpoints, deprecated helpers
     try:
         forms, others = collect(load(file), device)
@@ -273,20 +273,15 @@ def main(
     asked = {each.test for each in named(only, every, attrgetter("test"))}
     forms = [form for form in forms if form.test in asked]
     others = [other for other in others if other.test in asked]
-    tell = teller(console)
     rows: list[Row] = []
     for form in forms:
         for training in (False, True) if form.trains else (False,):
             rows.append(check(form, training))
             tell(f"{rows[-1]['form']}, {rows[-1]['settings']}: {rows[-1]['verdict']} {rows[-1]['reason']}")
-    table = Table("Forms", COLUMNS, merged(rows), list(NOTES))
-    document = started(TITLE, threads=torch.get_num_threads(), device=device, **_run(file, rows, forms))
-    document.tables += [table, *_tables_about(rows, others)]
-    show(console, document)
-    if json_file is not None:
-        console.print(f"written: {json_file} and {document.write(json_file)}", markup=False, highlight=False)
-    if not rows or any(row["verdict"] in BAD for row in rows):
-        raise typer.Exit(1)
+    made = started(TITLE, json_file, device=device, **_run(file, rows, forms))
+    made.table("Forms", COLUMNS, NOTES).rows += merged(rows)
+    made.document.tables += _tables_about(rows, others)
+    made.finish(bad=not rows or any(row["verdict"] in BAD for row in rows))
 
 
 def _run(file: Path, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, Any]:

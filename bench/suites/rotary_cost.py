@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import attn_pass
 from attn_pass.devices import roofline
 from attn_pass.devices.registry import device_for
-from bench.harness.command import Json, finish, started
-from bench.harness.console import plain_console
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, started
+from bench.harness.document import Column, Row
 
 COLUMNS = (
     Column("layer", "layer"),
@@ -108,8 +107,8 @@ def predicted(layer: Layer, dtype: torch.dtype) -> Row:
 
 def main(json_file: Json = None) -> None:
     """Predict what fusing rotary embeddings into the CPU kernel could save."""
-    document = started("Rotary embeddings in the CPU kernel, predicted", threads=torch.get_num_threads())
-    document.tables.append(Table("The most that can be saved", COLUMNS))
+    recorder = started("Rotary embeddings in the CPU kernel, predicted", json_file)
+    table = recorder.table("The most that can be saved", COLUMNS)
     for layer, dtype in product(LAYERS, (torch.float32, torch.bfloat16)):
-        document.tables[0].rows.append(predicted(layer, dtype))
-    finish(plain_console(), document, json_file)
+        table.rows.append(predicted(layer, dtype))
+    recorder.finish()

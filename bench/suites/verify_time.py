@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 import attn_pass
-from bench.harness.command import Json, finish, started
-from bench.harness.console import plain_console
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, started
+from bench.harness.document import Column
 from bench.suites.spellings import by_hand, causal, grouped_call
 
 Tensor = torch.Tensor
@@ -79,8 +78,8 @@ def _capture(site: Site, inputs: list[Tensor], verify: str) -> tuple[float, attn
 
 def main(json_file: Json = None) -> None:
     """Measure the time of `verify="graph"` per site, at sizes of known models."""
-    document = started("What verification takes", threads=2)
-    rows: list[Row] = []
+    recorder = started("What verification takes", json_file, threads=2)
+    rows = recorder.table('verify="graph", a site', COLUMNS).rows
     for site in SITES:
         inputs = site.inputs()
         without, _ = _capture(site, inputs, "off")
@@ -96,5 +95,4 @@ def main(json_file: Json = None) -> None:
                 "status": "ok",
             }
         )
-    document.tables.append(Table('verify="graph", a site', COLUMNS, rows))
-    finish(plain_console(), document, json_file)
+    recorder.finish()

@@ -473,7 +473,7 @@ def test_the_run_to_compare_with_is_read_before_it_may_be_written_over(
 def test_a_run_in_which_nothing_ran_fails() -> None:
     failed = {"program": "p", "way": w.STOCK, "status": "failed", "error_text": "x"}
     with pytest.raises(typer.Exit):
-        command.finish(Console(quiet=True), Document("T", {}, [Table("t", STANDARD, [failed])]), None, None)
+        command.Recorder(Document("T", {}, [Table("t", STANDARD, [failed])]), None, Console(quiet=True)).finish()
 
 
 def test_programs_are_placed_by_name() -> None:

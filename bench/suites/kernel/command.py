@@ -18,9 +18,8 @@ import torch
 import typer
 
 from attn_pass.measuring.timing import in_turns, percentile_10, relative_error
-from bench.harness.command import Json, Only, Quick, Rounds, finish, named, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, Only, Quick, Rounds, named, started
+from bench.harness.document import Column, Row
 from bench.harness.environment import installed
 from bench.harness.measure import quiet
 from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few, flops
@@ -151,34 +150,28 @@ def main(
 ) -> None:
     """The CPU kernel as an operator: shares of a product's rate or of a plain read, and peers beside it."""
     counts = _threads(threads)
-    console = plain_console()
-    tell = teller(console)
     quiet(max(counts))
     rounds, told = (min(rounds, 3), "a few cases, fewer rounds") if quick else (rounds, None)
     chosen = named(only, [c for c in (*MANY, *FEW) if not quick or c in QUICK_CASES], attrgetter("name"))
-    document = started(TITLE, threads=max(counts), rounds=rounds, quick=told)
-    document.run |= {
-        "threads": ", ".join(map(str, counts)),
-        "versions": {**document.run["versions"], **installed("openvino", "onnxruntime", "zentorch")},
-    }
+    recorder = started(TITLE, json_file, threads=max(counts), rounds=rounds, quick=told)
+    recorder.document.run["threads"] = ", ".join(map(str, counts))
+    recorder.document.run["versions"] |= installed("openvino", "onnxruntime", "zentorch")
     for title, cases, columns, notes in (
         ("Many rows", MANY, MANY_COLUMNS, MANY_NOTES),
         ("Few rows", FEW, FEW_COLUMNS, FEW_NOTES),
     ):
-        table = Table(title, columns, notes=[*notes])
-        document.tables.append(table)
+        table = recorder.table(title, columns, notes)
         for dtype in DTYPES:
             of_dtype: list[Row] = []
             for case in (case for case in cases if case in chosen):
                 rows = list(measured(case, dtype, counts, rounds))
                 of_dtype += rows
-                tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_row_text, rows))}")
+                recorder.tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_row_text, rows))}")
             table.rows += sorted(of_dtype, key=lambda row: row["threads"])
-            if json_file is not None:
-                document.write(json_file)  # what is measured stays when the run is stopped
+            recorder.keep()
         failed = {f"{name}: {why}" for row in table.rows for name, why in row["failures"].items()}
         table.notes += [f"Not measured: {text}." for text in sorted(failed)]
-    finish(console, document, json_file)
+    recorder.finish()
 
 
 def _row_text(row: Row) -> str:

@@ -15,9 +15,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from bench.harness.command import Json, Rounds, finish, started
-from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.command import Json, Rounds, started
+from bench.harness.document import Column, Row
 from bench.harness.measure import quiet
 from bench.suites.kernel.command import timed
 
@@ -109,9 +108,7 @@ def _rows(rounds: int, tell: Callable[[str], None]) -> Iterator[Row]:
 
 def main(json_file: Json = None, rounds: Rounds = 25) -> None:
     """What a mask that hides nothing costs the CPU kernel."""
-    console = plain_console()
     quiet(1)
-    document = started("What a mask costs the CPU kernel", threads=1, rounds=rounds)
-    document.tables.append(Table("A mask that keeps every key", COLUMNS, notes=list(NOTES)))
-    document.tables[0].rows += _rows(rounds, teller(console))
-    finish(console, document, json_file)
+    recorder = started("What a mask costs the CPU kernel", json_file, threads=1, rounds=rounds)
+    recorder.table("A mask that keeps every key", COLUMNS, NOTES).rows += _rows(rounds, recorder.tell)
+    recorder.finish()
