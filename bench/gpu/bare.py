@@ -7,8 +7,6 @@ host takes for the call.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from attn_pass.devices.cuda.points import PREFILL_KERNELS, Point, prefill
@@ -16,16 +14,18 @@ from attn_pass.devices.registry import of_type
 from attn_pass.measuring.timing import why
 from attn_pass.tuning.clock import read
 from bench.gpu.environment import Environment
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Column, Part, Row, one_each
 from bench.gpu.timing import rates
 
 LENGTHS = (4096, 1024, 16384, 2048, 512, 8192, 256)  # the most telling first
 DIMS = (128, 64, 256)
+SHAPES = {f"S{s} D{d} {m}": (s, d, m == "causal") for s in LENGTHS for d in DIMS for m in ("full", "causal")}
 _BLOCK_S = 0.004
 
 
-def measure(env: Environment, length: int, dim: int, causal: bool) -> Row:
+def measure(env: Environment, shape: tuple[int, int, bool]) -> Row:
     """One shape: every kernel, forward and backward."""
+    length, dim, causal = shape
     row: Row = {"us": {}, "host_us": {}, "spread": {}, "predicted_us": {}, "failed": {}}
     at = torch.device(env.device)
     clock, block_s = of_type(at.type).clock, 0.0 if env.dry else _BLOCK_S
@@ -53,16 +53,6 @@ def _tiny(point: Point) -> Point:
     return Point(point.kernel, 1, 2, 2, 16, 16, point.dim, point.causal, point.backward)
 
 
-def cases(env: Environment) -> list[Case]:
-    """One a shape."""
-    shapes = [(s, d, c) for s in LENGTHS for d in DIMS for c in (False, True)]
-    listed = []
-    for length, dim, causal in shapes[:: 8 if env.quick else 1]:
-        name = f"S{length} D{dim} {'causal' if causal else 'full'}"
-        listed.append(Case(name, partial(measure, env, length, dim, causal)))
-    return listed
-
-
 _NAMES = [f"{kernel}, {way}" for way in ("forward", "backward") for kernel in PREFILL_KERNELS]
 PART = Part(
     "kernels",
@@ -74,6 +64,6 @@ PART = Part(
         *(Column(f"{name}, of matmul", f"of matmul, {name}", ".2f") for name in _NAMES),
         Column("best forward", "best"),
     ),
-    cases,
+    one_each(SHAPES, measure, quick=8),
     usual=False,
 )

@@ -24,6 +24,7 @@ from bench.gpu.environment import Environment, decision_row, passed
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.harness.programs import doubled
+from bench.suites import spellings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEG_INF = float("-inf")
@@ -38,7 +39,8 @@ def _distance(q: Tensor, k: Tensor) -> Tensor:
     return torch.arange(k.size(-2), device=q.device) - rows - (k.size(-2) - q.size(-2))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """By hand, keys and values repeated for the query heads they serve."""
     if q.size(1) != k.size(1):
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
     scores = q @ k.mT * 0.3
@@ -49,25 +51,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: T
     return scores.softmax(-1) @ v
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _attend(q, k, v)
-
-
 def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _attend(-q, k, v)
+    return attend(-q, k, v)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _attend(q, k, v, _distance(q, k) <= 0)
+    return attend(q, k, v, _distance(q, k) <= 0)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     distance = _distance(q, k)
-    return _attend(q, k, v, (distance <= 0) & (distance >= -5))
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return _attend(q, k, v, keep)
+    return attend(q, k, v, (distance <= 0) & (distance >= -5))
 
 
 def guarded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -76,19 +70,15 @@ def guarded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return _attend(q, k, v, bias=bias)
+    return attend(q, k, v, bias=bias)
 
 
 def heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
 def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (5.0 * torch.tanh(q @ k.mT * 0.3 / 5.0)).softmax(-1) @ v
-
-
-def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
 
 
 @dataclass(frozen=True)
@@ -127,31 +117,31 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "plain": Kind(plain, (2, 4, 4, 257, 257, 64, 64)),
+    "plain": Kind(attend, (2, 4, 4, 257, 257, 64, 64)),
     "causal": Kind(causal, (2, 4, 4, 300, 300, 128, 128)),
     "grouped heads, causal": Kind(causal, (2, 8, 2, 197, 197, 128, 128), FP16),
-    "padding": Kind(masked, (2, 4, 4, 130, 259, 64, 64), more="padding"),
+    "padding": Kind(attend, (2, 4, 4, 130, 259, 64, 64), more="padding"),
     "bias": Kind(biased, (2, 4, 4, 100, 203, 64, 64), FP16, more="bias"),
     "a learned bias": Kind(biased, (2, 4, 4, 64, 72, 64, 64), more="learned"),
-    "float32": Kind(plain, (2, 4, 4, 129, 257, 64, 64), FP32),
+    "float32": Kind(attend, (2, 4, 4, 129, 257, 64, 64), FP32),
     "float32, bias": Kind(biased, (2, 4, 4, 129, 257, 64, 64), FP32, more="bias"),
-    "cross": Kind(plain, (2, 4, 4, 333, 77, 40, 40), FP16),
+    "cross": Kind(attend, (2, 4, 4, 333, 77, 40, 40), FP16),
     "causal, aligned to the last key": Kind(causal, (2, 4, 4, 100, 333, 64, 64)),
     "window": Kind(window, (2, 4, 4, 200, 300, 64, 64), FP16),
     "fully masked rows": Kind(guarded, (2, 4, 4, 66, 130, 64, 64), more="empty"),
-    "grouped heads": Kind(plain, (2, 8, 2, 100, 203, 96, 96)),
-    "one query": Kind(plain, (2, 8, 2, 1, 1025, 128, 128)),
-    "five queries": Kind(plain, (2, 8, 2, 5, 1025, 128, 128), FP16),
-    "one key": Kind(plain, (2, 4, 4, 65, 1, 64, 64)),
-    "head dim 80": Kind(plain, (2, 4, 4, 129, 65, 80, 80), FP16),
+    "grouped heads": Kind(attend, (2, 8, 2, 100, 203, 96, 96)),
+    "one query": Kind(attend, (2, 8, 2, 1, 1025, 128, 128)),
+    "five queries": Kind(attend, (2, 8, 2, 5, 1025, 128, 128), FP16),
+    "one key": Kind(attend, (2, 4, 4, 65, 1, 64, 64)),
+    "head dim 80": Kind(attend, (2, 4, 4, 129, 65, 80, 80), FP16),
     "head dim 256": Kind(causal, (1, 4, 4, 129, 129, 256, 256)),
-    "head dim 20": Kind(plain, (2, 4, 4, 65, 65, 20, 20)),
-    "narrow values": Kind(plain, (2, 4, 4, 129, 129, 64, 40), FP16),
+    "head dim 20": Kind(attend, (2, 4, 4, 65, 65, 20, 20)),
+    "narrow values": Kind(attend, (2, 4, 4, 129, 129, 64, 40), FP16),
     "wide keys": Kind(causal, (1, 4, 4, 129, 129, 192, 128)),
     "negative scale": Kind(negative, (2, 4, 4, 129, 129, 64, 64)),
     "heads last in memory": Kind(heads_last, (2, 4, 4, 129, 129, 64, 64), layout="heads last"),
-    "expanded keys": Kind(plain, (3, 4, 4, 65, 129, 64, 64), layout="expanded"),
-    "shared keys": Kind(shared, (65, 4, 4, 1, 300, 32, 32), layout="shared"),
+    "expanded keys": Kind(attend, (3, 4, 4, 65, 129, 64, 64), layout="expanded"),
+    "shared keys": Kind(spellings.call, (65, 4, 4, 1, 300, 32, 32), layout="shared"),
     "soft cap": Kind(soft_cap, (2, 4, 4, 129, 129, 64, 64)),
 }
 FORWARD = ("plain", "grouped heads, causal", "bias", "float32", "window", "five queries")  # made for inference as well
@@ -173,10 +163,10 @@ def compared(results: list[Tensor], eager: list[Tensor], right: list[Tensor]) ->
     return worst
 
 
-def _gradients(program: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
-    out = program(*inputs)
+def with_gradients(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    """The result, and where it has any the gradients of the inputs that want one."""
     leaves = [x for x in inputs if x.requires_grad]
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))] if leaves else [out]
 
 
 def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool = False) -> Row:
@@ -188,15 +178,13 @@ def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool
     with torch.set_grad_enabled(train), attn_pass.record() as report:
         eager = program(*inputs)
         grad = torch.randn(eager.shape, device=env.device, dtype=eager.dtype)
-        if not train:
-            results = [run(*inputs)]
-            row = _outcome(report, target)
-            return row | (compared(results, [eager], [program(*doubled(inputs))]) if row["ran"] else {})
-        results = _gradients(run, inputs, grad)
+        results = with_gradients(run(*inputs), inputs, grad)
         row = _outcome(report, target)
         if not row["ran"]:
             return row
-        return row | compared(results, _gradients(program, inputs, grad), _gradients(program, doubled(inputs), grad))
+        wide = doubled(inputs)
+        right = with_gradients(program(*wide), wide, grad)
+        return row | compared(results, with_gradients(eager, inputs, grad), right)
 
 
 def _outcome(report: attn_pass.Report, target: str) -> Row:

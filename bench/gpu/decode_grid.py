@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attn_pass.measuring.timing import why
@@ -22,6 +21,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant, compare, host_us, rates, sets_of
+from bench.suites.spellings import grouped_call
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most
@@ -31,17 +31,13 @@ PIECES = ("attend", "join")  # of decode
 _SECONDS = 0.6
 
 
-def _by_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
 def measure(env: Environment, shape: Shape) -> Row:
     """Every way for one number of rows, keys and batches."""
     if env.dry:
         shape = shape.tiny()
     sets = sets_of(env, shape, cold=True)
     variants, refused = chosen_by_hand(shape, env, tuple(w for w in WAYS if w not in PIECES))
-    variants["call"] = Variant(_by_call)
+    variants["call"] = Variant(grouped_call)
     parts = None
     if "decode" in variants:
         try:

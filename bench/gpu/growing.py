@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from torch import Tensor
 import attn_pass
 from attn_pass.measuring.timing import why
 from bench.gpu.environment import Environment, decision_row, passed, stock
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Column, Part, Row, one_each
 from bench.suites import models
 from bench.suites.zoo import library
 
-MODES = ("", "reduce-overhead")
+MODES = {"": "", ", reduce-overhead": "reduce-overhead"}
 SPELLINGS = ("eager", "sdpa")
+FORMS = {f"Llama, {spelling}{title}": (spelling, mode) for spelling in SPELLINGS for title, mode in MODES.items()}
 PROMPT, STEPS, COUNTED = 2048, 48, 24
 LLAMA = {**models.LLAMA, "num_hidden_layers": 8}
 TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
@@ -72,8 +72,9 @@ def generate(env: Environment, model: Any, run: Callable[..., Tensor]) -> tuple[
     return taken, logits
 
 
-def measure(env: Environment, attention: str, mode: str) -> Row:
+def measure(env: Environment, form: tuple[str, str]) -> Row:
     """One spelling in one mode: eager, stock, the pass."""
+    attention, mode = form
     try:
         model = _model(env, attention)
     except ImportError:
@@ -108,12 +109,6 @@ def _near(result: Tensor, right: Tensor) -> bool:
     return bool(off <= _TOLERANCE)
 
 
-def cases(env: Environment) -> list[Case]:
-    """Both spellings in both modes."""
-    chosen = [(a, m) for a in SPELLINGS for m in MODES][:: 3 if env.quick else 1]
-    return [Case(f"Llama, {a}{f', {m}' if m else ''}", partial(measure, env, a, m)) for a, m in chosen]
-
-
 PART = Part(
     "model",
     f"Llama with 8 layers, {PROMPT} tokens and {STEPS} more: milliseconds a token",
@@ -128,6 +123,6 @@ PART = Part(
         Column("wrong", "wrong"),
         Column("not run", "wanting"),
     ),
-    cases,
+    one_each(FORMS, measure, quick=3),
     usual=False,
 )

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attn_pass.measuring.timing import why
-from bench.gpu.correctness import compared
+from bench.gpu.correctness import compared, with_gradients
 from bench.gpu.environment import Environment
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Case, Column, Part, Row, one_each
 from bench.harness.programs import doubled
 
 BF16 = torch.bfloat16
@@ -117,12 +117,6 @@ def _plain(probe: Probe, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *
     return weights @ v
 
 
-def _with_gradients(out: Tensor, leaves: tuple[Tensor, ...], grad: Tensor, train: bool) -> list[Tensor]:
-    if not train:
-        return [out]
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
-
 def ask(env: Environment, probe: Probe) -> Row:
     """What the kernel makes of the call: refused, right, or how it is wrong, and in which results."""
     if env.dry:
@@ -140,7 +134,7 @@ def ask(env: Environment, probe: Probe) -> Row:
             grad = torch.randn_like(out)
             if probe.mask == "empty row":
                 grad[:, :, _EMPTY] = 0  # what the row's own result is, is said apart
-            gradients = _with_gradients(out, leaves, grad, probe.train)
+            gradients = with_gradients(out, leaves, grad)
             env.wait()
         except RuntimeError as error:
             return {**row, "answer": f"refused: {why(error)[:200]}"}
@@ -150,7 +144,7 @@ def ask(env: Environment, probe: Probe) -> Row:
         answers = {}
         for last in (True, False) if probe.causal and probe.sizes[2] != probe.sizes[3] else (True,):
             results = [
-                _with_gradients(_plain(probe, *given, keep, last=last), given, grad, probe.train)
+                with_gradients(_plain(probe, *given, keep, last=last), given, grad)
                 for given in (leaves, doubled(leaves))
             ]
             answers[last] = _judged(gradients, *results)
@@ -199,9 +193,7 @@ def plans(env: Environment) -> Row:
 
 def cases(env: Environment) -> Iterator[Case]:
     """The questions, the reported bugs among them."""
-    names = list(PROBES)
-    for name in names[:: 4 if env.quick else 1]:
-        yield Case(name, partial(ask, env, PROBES[name]))
+    yield from one_each(PROBES, ask, quick=4)(env)
     yield Case("plans of new lengths", partial(plans, env))
 
 

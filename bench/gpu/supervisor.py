@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bench.gpu.journal import Journal
 from bench.gpu.parts import Tell
@@ -22,17 +22,13 @@ _BEAT_S = 20.0  # between two lines that say that the run goes on
 _WRITE_S = 5.0  # between two writes of what has changed
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Limits:
     """``end`` of the run (of `time.time`), and how long a case may show nothing; ``write`` keeps what there is."""
 
     end: float
     stall_s: float = 200.0
-    write: Callable[[], None] = field(default=_nothing)
+    write: Callable[[], None] = lambda: None
 
 
 def supervise(task: Task, journal: Journal, limits: Limits, tell: Tell) -> None:
