@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from attn_pass.measuring.timing import in_turns, percentile_10
+from attn_pass.model.dtype_name import dtype_name
 
 aten = torch.ops.aten
 _linear = torch.ops.mkldnn._linear_pointwise
@@ -65,18 +66,14 @@ def rates(device: str, rounds: int = 7) -> Rates:
     widens = on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for dtype in DTYPES[on_cpu]:
         a = torch.randn(side, side, device=device, dtype=torch.float32 if widens else dtype)
-        runs[name_of(dtype)] = lambda _, a=a: a @ a
+        runs[dtype_name(dtype)] = lambda _, a=a: a @ a
         if on_cpu and torch.backends.mkldnn.is_available():
-            runs[f"{name_of(dtype)}{_ONEDNN}"] = lambda _, a=a: _linear(a, a, None, "none", [], "")
+            runs[f"{dtype_name(dtype)}{_ONEDNN}"] = lambda _, a=a: _linear(a, a, None, "none", [], "")
     readings = in_turns(runs, (source,), rounds, seconds=0.05)
     taken = {name: percentile_10(samples) for name, samples in readings.items()}
     copied = taken.pop("copy")
     products = {n: min(us, taken.get(f"{n}{_ONEDNN}", us)) for n, us in taken.items() if not n.endswith(_ONEDNN)}
     return Rates({n: 2 * side**3 / us / 1e3 for n, us in products.items()}, 2 * source.nbytes / copied / 1e3)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

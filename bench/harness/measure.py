@@ -27,14 +27,15 @@ from attn_pass.measuring.timing import (
     why,
     worst,
 )
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness import floors
 from bench.harness import variants as w
+from bench.harness.document import Row
 from bench.harness.environment import no_notices
-from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
+from bench.harness.floors import Rates, count_flops, moved_bytes
 from bench.harness.process import Task, in_child
 from bench.harness.programs import Program, Setting, program_of
 
-Row = dict[str, Any]
 Tell = Callable[[str], None]
 LIMIT_S = 1800.0
 _TIMES_KNOWN = 3.0  # so many times the error of eager, or of stock, is allowed if a program has no tolerance,
@@ -137,7 +138,7 @@ def _work(shop: w.Workshop, rates: Rates) -> Row:
     run = program.call(module.forward if program.trains else module, module)
     flops = count_flops(run, shop.inputs) * program.kept
     size = moved_bytes((shop.inputs, read_whole(module)), run(*shop.inputs))
-    dtype = name_of(program.dtype or shop.inputs[0].dtype)
+    dtype = dtype_name(program.dtype or shop.inputs[0].dtype)
     return {
         "flops": flops,
         "bytes": size,

@@ -45,7 +45,7 @@ class Program:
     first input has another. `trains`: a call is a forward and a backward, its answer the gradients of the inputs that
     want one. `extra` are variants of its own, by name: given the module, the inputs and a folder, each makes something
     to call. `without` are ways that it is not measured in: in one process with the others they need more memory than
-    there is. `draws`: answers are random, and are compared with nothing.
+    there is. `draws`: answers are random, and are compared with nothing. `facts` are said by all its rows.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Program:
     extra: Mapping[str, Extra] = field(default_factory=dict)
     without: Collection[str] = ()
     draws: bool = False
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def exact(self, device: str, inputs: Tensors) -> Any:
         """The answer in float64, or eager's."""

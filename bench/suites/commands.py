@@ -20,20 +20,22 @@ from bench.harness.programs import Program, Setting
 from bench.suites import cases, forms, masks, models, peers, runtimes, steps, training
 
 
-def _tables(
+def tables_of(
     module: ModuleType, chosen: Sequence[str], only: str, setting: Setting, rates: Rates, tell: Tell
 ) -> Iterator[Table]:
-    """One table, again and again as it grows."""
+    """One table, again and again as it grows, with the columns and notes of the module where it has its own."""
     try:
         programs: list[Program] = named(only, module.programs(setting), attrgetter("name"))
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
-    table = Table(module.TITLE, STANDARD, notes=[LEGEND])
+    columns, notes = getattr(module, "COLUMNS", STANDARD), getattr(module, "NOTES", (LEGEND,))
+    table = Table(module.TITLE, columns, notes=list(notes))
     for program in programs:
         packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()
         ways = tuple(way for way in dict.fromkeys((*chosen, *packaged, *program.extra)) if way not in program.without)
         rows = run(module.__name__, [program], ways, setting, rates, tell)
-        table.rows += [{**row, "without": list(program.without)} for row in rows] if program.without else rows
+        facts = {**program.facts, **({"without": list(program.without)} if program.without else {})}
+        table.rows += [{**row, **facts} for row in rows]
         yield table
 
 
@@ -55,7 +57,7 @@ def _command(
     ) -> None:
         rounds = min(rounds, 5) if quick else rounds
         setting = Setting(device, threads, rounds, quick=quick, folder=str(folder.resolve()))
-        measured_tables(module.TITLE, partial(_tables, module, chosen, only), setting, json_file, baseline, add)
+        measured_tables(module.TITLE, partial(tables_of, module, chosen, only), setting, json_file, baseline, add)
 
     measure.__doc__ = about
     return measure

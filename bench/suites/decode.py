@@ -23,12 +23,13 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.measuring.timing import compiled, in_turns, relative_error
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.options import LEAVE
 from bench.harness import variants as w
 from bench.harness.command import Json, Only, Quick, Rounds, Threads, named, started
 from bench.harness.document import STANDARD, Column, Row
-from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
+from bench.suites.models import full_cache
 from bench.suites.zoo import library, ready, tokens
 
 TITLE = "Decoding over a static cache"
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{name_of(self.dtype)}, {self.form}, batch {self.batch}"
+        return f"{dtype_name(self.dtype)}, {self.form}, batch {self.batch}"
 
 
 CASES = tuple(Case(f, d, b) for d, f, b in product((torch.float32, torch.bfloat16), ("sdpa", "eager"), LENGTHS))
@@ -73,19 +74,11 @@ class Decoder:
     """A model and its cache, whose next position is set from outside."""
 
     def __init__(self, case: Case) -> None:
-        from transformers import StaticCache
-
         torch.manual_seed(0)
         self.case = case
         self.model = ready(library("LlamaForCausalLM", "LlamaConfig", case.form, **LLAMA)).to(case.dtype)
         self.config: Any = self.model.config
-        static_cache: Any = StaticCache
-        self.cache = static_cache(config=self.config, max_cache_len=CACHE)
-        sizes = (case.batch, self.config.num_key_value_heads, self.config.head_dim)
-        self.cache.early_initialization(*sizes, dtype=case.dtype, device=torch.device("cpu"))
-        for layer in self.cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
+        self.cache = full_cache(self.config, case.batch, CACHE, case.dtype)
         self.ids = tokens(case.batch, 1, VOCABULARY)
         self.queries = [torch.randn(case.batch, 32, 1, 64, dtype=case.dtype) for _ in self.cache.layers]
         self.padding = torch.ones(case.batch, CACHE, dtype=torch.int64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 import attn_pass
 from attn_pass.measuring.timing import in_turns, private_caches, relative_error
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness import variants as w
 from bench.harness.command import Json, Rounds, started
 from bench.harness.document import LEGEND, STANDARD, Column, Row
-from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.programs import Function
 from bench.suites.spellings import call, grouped_call
@@ -77,10 +77,11 @@ CASES = {
 }
 
 
-def exported(case: Case, dtype: torch.dtype, traced: int, of_query: Mapping[int, Any] | None) -> ExportedProgram:
-    """At an example's length; ``of_query`` are the sizes of the query that are not fixed."""
-    shapes = None if of_query is None else ((of_query, None, None),)
-    return torch.export.export(Function(case.function), case.inputs(traced, dtype), dynamic_shapes=shapes)
+def chosen(case: Case, dtype: torch.dtype, traced: int) -> str:
+    """The form of a program of any length that is exported at an example's."""
+    shapes = ((any_length(), None, None),)
+    program = torch.export.export(Function(case.function), case.inputs(traced, dtype), dynamic_shapes=shapes)
+    return _form(attn_pass.rewrite(program))
 
 
 def any_length() -> dict[int, Any]:
@@ -94,13 +95,10 @@ def compiled(
     of_query = any_length()
     if case.any_batch:
         of_query[0] = Dim("batch", min=1, max=1024)
-    program = exported(case, dtype, traced, of_query if dynamic else None)
-    if ours:
-        attn_pass.aot_compile(program, package_path=path)
-        form = _form(attn_pass.package_report(path))
-    else:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-        form = "as written"
+    shapes = ((of_query, None, None),) if dynamic else None
+    way = w.PACKAGE_PASS if ours else w.PACKAGE
+    w.package(way, Function(case.function), case.inputs(traced, dtype), shapes, path)
+    form = _form(attn_pass.package_report(path)) if ours else "as written"
     return torch._inductor.aoti_load_package(str(path)), form
 
 
@@ -134,14 +132,11 @@ def measured(name: str, dtype: torch.dtype, lengths: Sequence[int], rounds: int)
             samples = in_turns(runs, inputs, rounds, seconds=0.01, clock=time.process_time)
             fastest = min(fixed, key=lambda way: statistics.median(samples[way]))
             for way, told in {**{way: way for way in packages}, fastest: FIXED}.items():
-                program = f"{name}, {name_of(dtype)}, {length} {'query' if length == 1 else 'queries'}"
+                program = f"{name}, {dtype_name(dtype)}, {length} {'query' if length == 1 else 'queries'}"
                 error = relative_error(runs[way](*inputs), exact)
                 yield {**row_of(program, told, samples[way], error, TOLERANCE[dtype]), "took": here[way][1]}
-    chosen = {
-        f"traced at {traced}": _form(attn_pass.rewrite(exported(case, dtype, traced, any_length())))
-        for traced in TRACED
-    }
-    yield {"case": f"{name}, {name_of(dtype)}", "stage": "choices", "status": "ok", **chosen}
+    choices = {f"traced at {traced}": chosen(case, dtype, traced) for traced in TRACED}
+    yield {"case": f"{name}, {dtype_name(dtype)}", "stage": "choices", "status": "ok", **choices}
 
 
 CHOICES = (Column("case", "case"), *(Column(f"traced at {n}", f"traced at {n}") for n in TRACED))
@@ -164,7 +159,7 @@ def main(
     choices = recorder.table("The form chosen", CHOICES)
     for dtype in TOLERANCE:
         for name in names:
-            rows = child(f"{name}, {name_of(dtype)}", measured, (name, dtype, lengths, rounds), recorder.tell)
+            rows = child(f"{name}, {dtype_name(dtype)}", measured, (name, dtype, lengths, rounds), recorder.tell)
             choices.rows += [row for row in rows if "case" in row]
             for program in dict.fromkeys(row["program"] for row in rows if "program" in row):
                 times.rows += judged([row for row in rows if row.get("program") == program])

@@ -20,6 +20,7 @@ import torch
 from attn_pass.devices.base import LinearLayer
 from attn_pass.devices.cpu.linear import kernel_call, rules
 from attn_pass.measuring.timing import in_turns
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness.command import Json, Quick, Rounds, Threads, started
 from bench.harness.document import Column, Row, Table
 
@@ -110,7 +111,7 @@ def _row(rows: int, features: int, width: int, dtype: torch.dtype, rounds: int) 
 
 def _tables(rounds: int, quick: bool) -> Iterator[Table]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        table = Table(f"Linear layers, {str(dtype).removeprefix('torch.')}", COLUMNS, notes=[_NOTE])
+        table = Table(f"Linear layers, {dtype_name(dtype)}", COLUMNS, notes=[_NOTE])
         shapes = product(SHAPES[-3:-2] if quick else SHAPES, ROWS[:2] if quick else ROWS)
         most = _MOST_WORK if rules.lacks_product(dtype) else math.inf
         table.rows += [

@@ -48,23 +48,27 @@ class Prefill(nn.Module):
         return hidden, self.head(hidden[:, -1:])
 
 
+def full_cache(config: Any, batch: int, length: int, dtype: torch.dtype = torch.float32) -> Any:
+    """A static cache of transformers, in all of whose places there are random numbers."""
+    from transformers import StaticCache
+
+    static_cache: Any = StaticCache
+    cache = static_cache(config=config, max_cache_len=length)
+    sizes = (batch, config.num_key_value_heads, config.head_dim)
+    cache.early_initialization(*sizes, dtype=dtype, device=torch.device("cpu"))
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    return cache
+
+
 class Decode(nn.Module):
     """One token against a static cache whose other places are taken; every call writes the same last place."""
 
     def __init__(self, model: Any, length: int) -> None:
         super().__init__()
-        from transformers import StaticCache
-
         self.model, self.position = model, length - 1
-        config = model.config
-        static_cache: Any = StaticCache
-        self.cache = static_cache(config=config, max_cache_len=length)
-        self.cache.early_initialization(
-            1, config.num_key_value_heads, config.head_dim, dtype=torch.float32, device=torch.device("cpu")
-        )
-        for layer in self.cache.layers:
-            layer.keys.normal_()
-            layer.values.normal_()
+        self.cache = full_cache(model.config, 1, length)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Decode:
         """What moves the weights moves the cache, which is no module."""

@@ -13,11 +13,11 @@ and what finding the rows takes, the embeddings and the heads count for more whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -25,13 +25,13 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness import variants as w
-from bench.harness.command import Add, Against, Json, Only, Quick, Rounds, Threads, measured_tables, named
-from bench.harness.document import LEGEND, STANDARD, Column, Table
-from bench.harness.floors import Rates
-from bench.harness.measure import Tell, run
+from bench.harness.command import Add, Against, Json, Only, Quick, Rounds, Threads, measured_tables
+from bench.harness.document import LEGEND, STANDARD, Column
 from bench.harness.programs import Built, Extra, Program, Setting
-from bench.suites.peers import OPENVINO, ORT, in_onnx_runtime, in_openvino, openvino_in_bfloat16
+from bench.suites.commands import tables_of
+from bench.suites.peers import OPENVINO, ORT, peers_of
 from bench.suites.zoo import library, ready, tokens
 
 TITLE = "Batches with padding"
@@ -129,7 +129,7 @@ def _classes_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor
 
 
 def _tokens_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -> Tensor:
-    logits = model.classifier(model.roberta(**given)[0][0])
+    logits = model.classifier(model.base_model(**given)[0][0])
     whole: Tensor = logits.new_zeros(mask.numel(), logits.shape[1])
     return whole.index_copy(0, rows.index, logits).view(*mask.shape, -1)
 
@@ -138,12 +138,6 @@ def _mean_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -
     hidden = model(**given)[0][0]
     sums: Tensor = hidden.new_zeros(len(mask), hidden.shape[1]).index_add(0, rows.sequence, hidden)
     return sums / rows.lengths[:, None]
-
-
-def _deberta_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -> Tensor:
-    logits = model.classifier(model.deberta(**given)[0][0])
-    whole: Tensor = logits.new_zeros(mask.numel(), logits.shape[1])
-    return whole.index_copy(0, rows.index, logits).view(*mask.shape, -1)
 
 
 def _clip_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -> Tensor:
@@ -203,7 +197,7 @@ MODELS: Mapping[str, Model] = {
         "DebertaV2ForTokenClassification",
         "DebertaV2Config",
         _of_tokens,
-        _deberta_by_hand,
+        _tokens_by_hand,
         _DEBERTA,
         first_position=None,
         attention="eager",
@@ -348,12 +342,8 @@ def packed(name: str, lengths: str, dtype: torch.dtype, setting: Setting, device
 
 def _peers(dtype: torch.dtype) -> dict[str, Extra]:
     """The runtimes that are installed; ONNX Runtime computes in float32 alone."""
-    peers: dict[str, Extra] = {}
-    if find_spec("onnxruntime") is not None and dtype == torch.float32:
-        peers[ORT] = in_onnx_runtime
-    if find_spec("openvino") is not None:
-        peers[OPENVINO] = in_openvino if dtype == torch.float32 else openvino_in_bfloat16
-    return peers
+    known, packages = peers_of(dtype), {ORT: "onnxruntime", OPENVINO: "openvino"}
+    return {way: known[way] for way, package in packages.items() if way in known and find_spec(package) is not None}
 
 
 def programs(setting: Setting) -> list[Program]:
@@ -364,13 +354,14 @@ def programs(setting: Setting) -> list[Program]:
     first, evenly = next(iter(MODELS)), next(iter(LENGTHS))
     made = [
         Program(
-            f"{name}, lengths {lengths}, {str(dtype)[6:]}",
+            f"{name}, lengths {lengths}, {dtype_name(dtype)}",
             partial(built, name, lengths, dtype, setting),
             by_hand=partial(packed, name, lengths, dtype, setting),
             hand=MODELS[name].hand,
             dtype=dtype,
             tolerance=tolerance,
             extra=_peers(dtype),
+            facts={"padding": share_of_padding(name, lengths)},
         )
         for dtype, tolerance in _TOLERANCES.items()
         for name in MODELS
@@ -386,23 +377,12 @@ def share_of_padding(name: str, lengths: str) -> float:
     return 1 - float(LENGTHS[lengths](made.batch, made.longest).double().mean()) / made.longest
 
 
-def _tables(only: str, setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
-    """One table, again and again as it grows."""
-    chosen = named(only, programs(setting), attrgetter("name"))
-    table = Table(TITLE, COLUMNS, notes=[LEGEND, NOTE])
-    for program in chosen:
-        rows = run(__name__, [program], tuple(dict.fromkeys((*WAYS, *program.extra))), setting, rates, tell)
-        name, lengths = program.name.split(", lengths ")
-        table.rows += [{**row, "padding": share_of_padding(name, lengths.split(", ")[0])} for row in rows]
-        yield table
-
-
 COLUMNS = (*STANDARD[:2], Column("padding", "padding", ".0%"), *(c for c in STANDARD[2:] if c.field != "of_floor"))
-NOTE = (
-    "Padding: its share of all rows. By hand: "
-    + BY_HAND
-    + " (DeBERTa: the model's own); compiled for the number of rows of this very batch, where "
-    "the pass compiles once for every batch. All of a result is compared; no result holds rows of padding."
+NOTES = (
+    LEGEND,
+    f"Padding: its share of all rows. By hand: {BY_HAND} (DeBERTa: the model's own); compiled for the number of rows "
+    "of this very batch, where the pass compiles once for every batch. All of a result is compared; no result holds "
+    "rows of padding.",
 )
 Layers = Annotated[int, typer.Option(min=1, help="Take as many layers of each model.")]
 
@@ -420,4 +400,5 @@ def main(
     """Whole models on batches with padding: stock, frozen, the pass, packing by hand, other runtimes."""
     setting = Setting("cpu", threads, min(rounds, 3) if quick else rounds, quick=quick, layers=layers)
     of_all = f"{TITLE}, {layers} of {LAYERS} layers" if layers != LAYERS and not quick else TITLE
-    measured_tables(of_all, partial(_tables, only), setting, json_file, baseline, add)
+    tables = partial(tables_of, sys.modules[__name__], WAYS, only)
+    measured_tables(of_all, tables, setting, json_file, baseline, add)

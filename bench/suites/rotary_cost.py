@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import attn_pass
 from attn_pass.devices import roofline
 from attn_pass.devices.registry import device_for
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness.command import Json, started
 from bench.harness.document import Column, Row
 
@@ -95,7 +96,7 @@ def predicted(layer: Layer, dtype: torch.dtype) -> Row:
     saved = 2 * roofline.traffic(device, size)
     return {
         "layer": layer.name,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "attention_ms": attention / 1e3,
         "block_ms": (attention + around) / 1e3,
         "rotated_mb": size / 1e6,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.harness.programs import Built, Program, Setting, Tensors
+from bench.harness.programs import Built, Program, Setting, Tensors, doubled
 from bench.suites.zoo import Called, library, padding, pixels, tokens
 
 TITLE = "Whole steps"
@@ -66,8 +66,7 @@ class Steps(Program):
     def exact(self, device: str, inputs: Tensors) -> torch.Tensor:
         """In float64."""
         module = self.make(device)[0].double()
-        wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-        return Trainer(module, module).losses(module.state_dict(), wide, self.steps)
+        return Trainer(module, module).losses(module.state_dict(), doubled(inputs), self.steps)
 
 
 # ---------------------------------------------------------------- models

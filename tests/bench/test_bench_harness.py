@@ -109,7 +109,7 @@ def test_ways_that_need_too_much_memory_beside_the_others_are_left_out(monkeypat
 
     monkeypatch.setattr(commands, "run", keep)
     (large,), only = peers.TOO_LARGE[:1], "=" + "|=".join((*peers.TOO_LARGE[:1], "GPT-2 small, 1 x 1024"))
-    tables = list(commands._tables(peers, peers.WAYS, only, Setting(), RATES, lambda line: None))
+    tables = list(commands.tables_of(peers, peers.WAYS, only, Setting(), RATES, lambda line: None))
     program = program_of(peers.__name__, large, Setting())
     assert program.without and set(measured["GPT-2 small, 1 x 1024"]) >= set(peers.WAYS)
     assert measured[large] == tuple(way for way in (*peers.WAYS, *program.extra) if way not in program.without)

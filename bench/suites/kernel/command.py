@@ -18,6 +18,7 @@ import torch
 import typer
 
 from attn_pass.measuring.timing import in_turns, percentile_10, relative_error
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness.command import Json, Only, Quick, Rounds, named, started
 from bench.harness.document import Column, Row
 from bench.harness.environment import installed
@@ -111,7 +112,7 @@ def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], round
         alone = mine if count == 1 else alone
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype] * (1 if name == OURS else 10)]
         yield {
-            "program": f"{str(dtype)[6:]}, {count} thread{'s' if count > 1 else ''}",
+            "program": f"{dtype_name(dtype)}, {count} thread{'s' if count > 1 else ''}",
             "way": OURS,
             "status": "ok",
             "case": case.name,

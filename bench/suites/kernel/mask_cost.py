@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness.command import Json, Rounds, started
 from bench.harness.document import Column, Row
 from bench.harness.measure import quiet
@@ -95,7 +96,7 @@ def measured(size: Size, dtype: torch.dtype, rounds: int) -> Row:
     shares = {name: taken[name] / taken[WITHOUT] - 1 for name in (OF_KEYS, OF_PAIRS)}
     noise = abs(math.log(taken[AGAIN] / taken[WITHOUT]))
     costs = "WRONG" if error else "" if shares[OF_KEYS] <= max(AIM, noise) else "costs more"
-    facts = {"program": str(dtype)[6:], "way": "attn_pass", "status": "ok", "case": size.name}
+    facts = {"program": dtype_name(dtype), "way": "attn_pass", "status": "ok", "case": size.name}
     return {**facts, "ms": taken[WITHOUT] * 1e3, **shares, "noise": noise, "error": error, "verdict": costs}
 
 
