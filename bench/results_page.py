@@ -6,7 +6,7 @@ import importlib
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,37 +118,29 @@ def documents(folder: Path) -> dict[str, Document]:
     return by_file
 
 
-def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
+def draw(folder: Path, documents: dict[str, Document]) -> Iterator[tuple[str, str]]:
     """The pictures that the runs allow: (file without its ending, what it shows)."""
-    made = []
     seeds = documents["seeds-cpu"].tables if "seeds-cpu" in documents else []
     scaling = [row for table in seeds if table.title == SCALING for row in table.rows if "length" in row]
     if scaling:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
+        yield "speed-up", "Field report S5: speedup over the sequence length"
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
-        made += [
-            ("speed-up", "Field report S5: speedup over the sequence length"),
-            ("memory", "Field report S5: memory of one call"),
-        ]
+        yield "memory", "Field report S5: memory of one call"
     roofs = [documents[name] for name in ("variants-cpu", "seeds-cpu", "forms-cpu") if name in documents]
     measured = [each for each in roofs if each.run.get("device") == roofs[0].run.get("device")]  # under one roof
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
-        made.append(
-            (
-                "roofline",
-                "Roofline: stock and the pass under the device's limits; a line joins the two points of a program",
-            )
-        )
+        what = "Roofline: stock and the pass under the device's limits; a line joins the two points of a program"
+        yield "roofline", what
     curve = folder / f"{CURVE}.json"
     if curve.exists():
         rows = read(curve).tables[0].rows
         plots.save(plots.never_slower(rows, readme.RULE), folder / PICTURES / CURVE)
-        made.append((CURVE, f"{len(rows)} shapes: speedup over stock, sorted. The rule: {readme.RULE}"))
+        yield CURVE, f"{len(rows)} shapes: speedup over stock, sorted. The rule: {readme.RULE}"
     if all((folder / f"{row.run}.json").exists() for row in readme.ROWS):
         plots.save(plots.speedups(readme.speedups(folder)), folder / PICTURES / "speedups")
-        made.append(("speedups", "The programs of the README's table: speedup over stock"))
-    return made
+        yield "speedups", "The programs of the README's table: speedup over stock"
 
 
 def badges(folder: Path, documents: dict[str, Document]) -> dict[str, str]:
@@ -192,7 +184,7 @@ def summary(document: Document, title: str = "") -> dict[str, Any]:
     }
 
 
-def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str, str]]) -> str:
+def page(folder: Path, documents: dict[str, Document], pictures: Iterable[tuple[str, str]]) -> str:
     """The text of README.md."""
     lines = [
         "# Results",
