@@ -211,7 +211,13 @@ def child(name: str, function: Callable[..., Iterator[Row]], args: tuple[Any, ..
 
 
 def judged(rows: list[Row]) -> list[Row]:
-    """Adds to the rows of one program: the speedup over stock, the noise, and what to make of it."""
+    """Adds to the rows of each program: the speedup over stock, the noise, and what to make of it."""
+    for program in dict.fromkeys(row["program"] for row in rows):
+        _judge([row for row in rows if row["program"] == program])
+    return rows
+
+
+def _judge(rows: list[Row]) -> None:
     by_way = {row["way"]: row for row in rows if row["status"] == "ok"}
     ways = {row["way"] for row in rows}
     for row in by_way.values():
@@ -233,7 +239,6 @@ def judged(rows: list[Row]) -> list[Row]:
                 continue
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
-    return rows
 
 
 def noise(base: Row, again: Row | None) -> float:

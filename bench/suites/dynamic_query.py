@@ -161,7 +161,6 @@ def main(
         for name in names:
             rows = child(f"{name}, {dtype_name(dtype)}", measured, (name, dtype, lengths, rounds), recorder.tell)
             choices.rows += [row for row in rows if "case" in row]
-            for program in dict.fromkeys(row["program"] for row in rows if "program" in row):
-                times.rows += judged([row for row in rows if row.get("program") == program])
+            times.rows += judged([row for row in rows if "program" in row])
             recorder.keep()
     recorder.finish()
