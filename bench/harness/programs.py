@@ -21,6 +21,12 @@ def doubled(inputs: Tensors, dtype: torch.dtype = torch.float64) -> Tensors:
     return tuple(x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
 
 
+def normal(seed: int, *shapes: tuple[int, ...]) -> Tensors:
+    """Random numbers in these shapes, the same on every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
 class Function(nn.Module):
     """A function as a module."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attn_pass.measuring.timing import compiled
-from bench.harness.programs import Built, Function, Program, Setting, Tensors
+from bench.harness.programs import Built, Function, Program, Setting, Tensors, normal
 from bench.suites.spellings import Keep, below, near, same
 
 TITLE = "Masks and score functions"
@@ -136,19 +136,14 @@ def pair_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> 
 # ---------------------------------------------------------------- inputs
 
 
-def _randn(seed: int, *shapes: tuple[int, ...]) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)
-
-
 def _qkv(q_len: int, kv_len: int, kv_heads: int = HEADS) -> Tensors:
     keys = (1, kv_heads, kv_len, DIM)
-    return _randn(q_len, (1, HEADS, q_len, DIM), keys, keys)
+    return normal(q_len, (1, HEADS, q_len, DIM), keys, keys)
 
 
 def _with(*more: Callable[[int], tuple[int, ...]]) -> Callable[[int], Tensors]:
     """Query, key and value of a length, and random tensors of these shapes."""
-    return lambda n: (*_qkv(n, n), *_randn(1, *(shape(n) for shape in more)))
+    return lambda n: (*_qkv(n, n), *normal(1, *(shape(n) for shape in more)))
 
 
 def _last(n: int) -> Tensors:
@@ -161,7 +156,7 @@ _plain = _with()
 def _pairs(n: int) -> Tensors:
     rows, length, dim = 16, n // 8, 32
     operand = (1, rows, HEADS, length, dim)
-    return _randn(n, operand, operand, operand, (1, HEADS, length, length), operand)
+    return normal(n, operand, operand, operand, (1, HEADS, length, length), operand)
 
 
 # ---------------------------------------------------------------- as a specialist writes them

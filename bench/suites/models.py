@@ -24,14 +24,14 @@ TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: None}
 
 
 class Autocast(nn.Module):
-    """A model in float32 under autocast to bfloat16 on the CPU, as training scripts and pipelines run it."""
+    """A model in float32 under autocast to bfloat16, as training scripts and pipelines run it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(tensors[0].device.type, torch.bfloat16):
             result: Any = self.model(*tensors)
         return result
 

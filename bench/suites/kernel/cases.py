@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.harness.programs import normal
 from bench.suites.spellings import DOCUMENT, WINDOW, Keep, below, near, same
 
 HEADS, LENGTH, DIM = 4, 2048, 64
@@ -47,9 +48,8 @@ class Case:
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Query, key and value."""
-        generator = torch.Generator().manual_seed(0)
         shapes = [(1, heads, LENGTH, self.dim) for heads in (HEADS, self.kv_heads, self.kv_heads)]
-        return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        return tuple(x.to(dtype) for x in normal(0, *shapes))
 
     def kept(self) -> Tensor | None:
         """(L, S), true where a key is kept."""
@@ -119,10 +119,9 @@ class Few:
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Query, key and value; as many bytes in every dtype."""
-        generator = torch.Generator().manual_seed(0)
         batch = 16 * DIM // (dtype.itemsize * self.dim)
         query, cache = (batch, KV_HEADS * self.rows, 1, self.dim), (batch, KV_HEADS, CACHE, self.dim)
-        return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in (query, cache, cache))
+        return tuple(x.to(dtype) for x in normal(0, query, cache, cache))
 
     def exact(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """In float64, one row of the batch at a time: it takes much memory."""

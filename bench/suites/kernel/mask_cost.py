@@ -19,6 +19,7 @@ from attn_pass.model.dtype_name import dtype_name
 from bench.harness.command import Json, Rounds, started
 from bench.harness.document import Column, Row
 from bench.harness.measure import quiet
+from bench.harness.programs import normal
 from bench.suites.kernel.command import timed
 
 AIM = 0.02
@@ -58,11 +59,8 @@ class Size:
 
     def inputs(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Query, key and value."""
-        generator = torch.Generator().manual_seed(0)
-        lengths = (self.rows, self.keys, self.keys)
-        return tuple(
-            torch.randn(self.batch, self.heads, length, self.dim, generator=generator).to(dtype) for length in lengths
-        )
+        shapes = [(self.batch, self.heads, length, self.dim) for length in (self.rows, self.keys, self.keys)]
+        return tuple(x.to(dtype) for x in normal(0, *shapes))
 
     def masks(self) -> dict[str, Tensor]:
         """Masks that keep every key."""

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from bench.harness import variants as w
 from bench.harness.document import LEGEND, STANDARD, Row, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
-from bench.harness.programs import Program, Setting, Tensors
+from bench.harness.programs import Program, Setting, Tensors, normal
 
 EVERYTHING = (*w.COMPILED, *w.PACKAGED)
 
 
 def operands(*shape: int, seed: int, device: str) -> Tensors:
     """Query, key and value of one shape, the same numbers on every call; in half precision but on a CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(*shape, generator=generator).to(device) for _ in range(3))
+    q, k, v = (x.to(device) for x in normal(seed, shape, shape, shape))
     return (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
 
 

@@ -8,17 +8,18 @@ the same function, and one they do take.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from bench.harness import variants as w
 from bench.harness.document import LEGEND, STANDARD, Table
-from bench.harness.programs import Built, Program, Setting, Tensors
+from bench.harness.programs import Built, Function, Program, Setting, Tensors, normal
+from bench.suites.models import Autocast
 from bench.suites.seeds.common import EVERYTHING, Bench
+from bench.suites.spellings import call
 
 TITLE = "S4: one shared K and V, query length 1, batch 1 to 2048"
 BATCH, HEADS, KV_LEN, HEAD_DIM = 1000, 4, 2048, 32
@@ -30,37 +31,15 @@ TOLERANCE = {False: 1e-5, True: 2e-2}  # in float32, in half
 REPORTED = "reported with torch 2.5.1 for 1000 calls: FX graph 11.03 s, AOTInductor 11.29 s, decomposed 4.44 s"
 
 
-class SharedKeys(nn.Module):
-    """The call as users write it: q (B, H, 1, D), k and v (1, H, S, D); in bfloat16 autocast if `half`."""
-
-    def __init__(self, device: str = "cpu", half: bool = False) -> None:
-        super().__init__()
-        self.device = device
-        self.half_precision = half
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value)
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if not self.half_precision:
-            return self.attend(q, k, v)
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            return self.attend(q, k, v)
-
-
-class Folded(SharedKeys):
-    """The same function as a specialist writes it: q folded to (1, H, B, D), attended once and unfolded."""
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(query.permute(2, 1, 0, 3), key, value).permute(2, 1, 0, 3)
+def folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The call as a specialist writes it: q (B, H, 1, D) folded to (1, H, B, D), attended once and unfolded."""
+    return call(q.permute(2, 1, 0, 3), k, v).permute(2, 1, 0, 3)
 
 
 def make_inputs(batch: int = BATCH, device: str = "cpu") -> Tensors:
     """Random float32 q (batch, 4, 1, 32), k and v (1, 4, 2048, 32); the same batch gives the same numbers."""
-    generator = torch.Generator().manual_seed(batch)
-    shapes = ((batch, HEADS, 1, HEAD_DIM), (1, HEADS, KV_LEN, HEAD_DIM), (1, HEADS, KV_LEN, HEAD_DIM))
-    q, k, v = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
-    return q, k, v
+    keys = (1, HEADS, KV_LEN, HEAD_DIM)
+    return tuple(x.to(device) for x in normal(batch, (batch, HEADS, 1, HEAD_DIM), keys, keys))
 
 
 def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -70,12 +49,17 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
     return torch.cat(chunks)
 
 
+def _module(run: Callable[..., torch.Tensor], half: bool) -> nn.Module:
+    """A function as a module, in bfloat16 autocast if ``half``."""
+    return Autocast(Function(run)).eval() if half else Function(run).eval()
+
+
 def _make(half: bool, device: str) -> Built:
-    return SharedKeys(device, half).eval(), make_inputs(device=device)
+    return _module(call, half), make_inputs(device=device)
 
 
 def _hand(half: bool, device: str) -> nn.Module:
-    return Folded(device, half).eval()
+    return _module(folded, half)
 
 
 def programs(setting: Setting) -> list[Program]:
@@ -91,7 +75,7 @@ def programs(setting: Setting) -> list[Program]:
                 partial(_make, half),
                 partial(_hand, half),
                 "folded to (1, 4, 1000, 32)",
-                dynamic_shapes=({0: BATCH_DIM}, None, None),
+                dynamic_shapes=(({0: BATCH_DIM}, None, None),),
                 others=tuple(partial(make_inputs, batch) for batch in CHECKED_BATCHES[1:]),
                 reference=reference,
                 tolerance=TOLERANCE[half],

@@ -23,7 +23,7 @@ from bench.harness.measure import child, judged, quiet, row_of, warm_compiler
 from bench.harness.programs import Extra, Program, Setting, Tensors, of_function
 from bench.suites.seeds import npu_model, traffic
 from bench.suites.seeds.common import Bench, operands
-from bench.suites.spellings import by_hand, causal
+from bench.suites.spellings import below, by_hand, causal
 
 BATCH, HEADS, DIM = 4, 32, 64
 LENGTH = 2048
@@ -111,16 +111,13 @@ def _scaling(bench: Bench) -> Table:
 # ---------------------------------------------------------------- 3: tiles
 
 
-def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return j <= i
-
-
 def _tiled(tile: int, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     """Compiled FlexAttention; a tile that does not fit on the chip raises, and that is an answer."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     device = inputs[0].device.type
-    mask = create_block_mask(_below, None, None, LENGTH, LENGTH, device=device, BLOCK_SIZE=tile)
+    keep = lambda b, h, i, j: below(i, j)  # noqa: E731
+    mask = create_block_mask(keep, None, None, LENGTH, LENGTH, device=device, BLOCK_SIZE=tile)
     # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
     options: Any = {} if device == "cpu" else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
     return compiled(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, kernel_options=options))
