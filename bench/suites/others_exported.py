@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_pass.measuring.timing import tensors, why
+from bench.suites.peers import compiled_by_openvino, session_of
 
 if TYPE_CHECKING:
     import onnx
@@ -104,14 +105,9 @@ class _Session:
         self.model, self.inputs, self.outputs, self.session = model, inputs, outputs, None
 
     def __call__(self, given: Inputs) -> Results:
-        import onnxruntime as ort
-
         if self.session is None:
-            options = ort.SessionOptions()
-            options.log_severity_level = 4
-            options.intra_op_num_threads = torch.get_num_threads()
             part = _part(self.model, set(self.inputs), self.outputs).SerializeToString()
-            self.session = ort.InferenceSession(part, options, providers=["CPUExecutionProvider"])
+            self.session = session_of(part, severity=4)
         wanted = {one.name for one in self.session.get_inputs()}
         named = zip(self.inputs, _plain(given), strict=True)
         fed = {name: x.numpy() for name, x in named if name in wanted}
@@ -192,9 +188,7 @@ class _Compiled:
         import openvino as ov
 
         if self.compiled is None:
-            settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-            part = ov.Model(list(self.results), list(self.parameters), "part")
-            self.compiled = ov.Core().compile_model(part, "CPU", settings)
+            self.compiled = compiled_by_openvino(ov.Model(list(self.results), list(self.parameters), "part"))
         results = self.compiled([x.numpy() for x in _plain(given)])
         return [torch.from_numpy(results[n].copy()) for n in range(len(self.results))]
 

@@ -56,21 +56,18 @@ def onnx_file(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
     return path
 
 
-def session_of(path: Path, profiled: bool = False) -> Any:
-    """A file in ONNX Runtime, on as many threads as torch has; a session that is profiled writes its file beside."""
+def session_of(model: Path | bytes, profiled: bool = False, severity: int = 3) -> Any:
+    """A model in ONNX Runtime, on as many threads as torch has; one that is profiled writes a file beside its own."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    options.enable_profiling = profiled
-    options.profile_file_prefix = str(path.with_suffix(""))
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-def in_session(path: Path) -> Callable[..., Any]:
-    """A file in ONNX Runtime, as a function of tensors."""
-    return called(session_of(path))
+    options.log_severity_level = severity
+    if isinstance(model, Path):
+        options.enable_profiling = profiled
+        options.profile_file_prefix = str(model.with_suffix(""))
+    given = str(model) if isinstance(model, Path) else model
+    return onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
 
 
 def called(session: Any) -> Callable[..., Any]:
@@ -89,7 +86,7 @@ def _tensors(results: Iterable[Any]) -> Tensors:
 
 def in_onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     """The model exported to ONNX, in ONNX Runtime."""
-    return in_session(onnx_file(module, inputs, folder))
+    return called(session_of(onnx_file(module, inputs, folder)))
 
 
 def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -101,7 +98,7 @@ def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Cal
     path = folder / "fused.onnx"
     ir.save(model, path, external_data="fused.data")
     fused = Counter(node.op_type for node in model.graph if "Attention" in node.op_type)
-    run = in_session(path)
+    run = called(session_of(path))
     run.took = ", ".join(f"{count} {name}" for name, count in fused.items()) or "no attention fused"  # type: ignore[attr-defined]
     return run
 

@@ -24,7 +24,7 @@ import attn_pass
 from bench.harness import variants as w
 from bench.harness.programs import Built, Extra, Program, Setting, Tensors
 from bench.suites import models
-from bench.suites.peers import in_session, openvino_model
+from bench.suites.peers import called, openvino_model, session_of
 from bench.suites.zoo import Called, library, tokens
 
 TITLE = "Whole models in other runtimes"
@@ -71,7 +71,7 @@ def _translated(
 def _onnx_runtime(program: ExportedProgram, to: Path) -> Any:
     path = to / f"{len(list(to.glob('*.onnx')))}.onnx"
     torch.onnx.export(program, opset_version=23, dynamo=True).save(str(path), external_data=True)  # type: ignore[union-attr]
-    return in_session(path)
+    return called(session_of(path))
 
 
 def _openvino(program: ExportedProgram, to: Path) -> Any:

@@ -20,6 +20,7 @@ import attn_pass
 from bench.suites.census.dataset import Census, NotMeasured, Subject, error_text, prepared
 from bench.suites.census.export import exported
 from bench.suites.census.rows import Row, report_row, tried
+from bench.suites.peers import compiled_by_openvino, session_of
 
 Translated = tuple[Counter[str], Callable[[], list[Tensor]]]
 """The operators of a translated program, and what runs it."""
@@ -71,15 +72,9 @@ def _tensors(subject: Subject) -> list[Tensor]:
 
 
 def _by_onnx(subject: Subject, program: ExportedProgram) -> Translated:
-    import onnxruntime  # type: ignore[import-not-found]
-
     translated = torch.onnx.export(program, opset_version=23, dynamo=True, verbose=False)
     assert translated is not None
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        translated.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = session_of(translated.model_proto.SerializeToString(), severity=4)
     names = [given.name for given in session.get_inputs()]
     fed = dict(zip(names, (x.numpy() for x in _tensors(subject)), strict=True))
     return (
@@ -92,8 +87,7 @@ def _by_openvino(subject: Subject, program: ExportedProgram) -> Translated:
     import openvino  # type: ignore[import-not-found]
 
     model = openvino.convert_model(program)
-    # In bfloat16 otherwise, on processors that have it.
-    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = compiled_by_openvino(model)
     results: Callable[[], Any] = lambda: compiled([x.numpy() for x in _tensors(subject)])  # noqa: E731
     return (
         Counter(node.get_type_name() for node in model.get_ops()),

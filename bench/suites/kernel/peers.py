@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attn_pass.measuring.timing import why
 from bench.suites.kernel.cases import CAP, LENGTH, Case, Few
+from bench.suites.peers import compiled_by_openvino, session_of
 from bench.suites.spellings import below
 
 Run = Callable[[], Tensor]
@@ -88,9 +89,7 @@ def openvino(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     element = ov.Type.f32 if dtype == torch.float32 else ov.Type.bf16
     nodes = [ops.parameter(list(x.shape), element) for x in inputs]
     made = ov.Model([ops.scaled_dot_product_attention(*nodes, causal=case.keep is below)], nodes, "attention")
-    precision = "f32" if dtype == torch.float32 else "bf16"
-    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    request = ov.Core().compile_model(made, "CPU", settings).create_infer_request()
+    request = compiled_by_openvino(made, "f32" if dtype == torch.float32 else "bf16").create_infer_request()
     out = torch.empty_like(inputs[0])
     for number, tensor in enumerate(inputs):
         request.set_input_tensor(number, _shared(ov, tensor, element))
@@ -115,7 +114,6 @@ def onnx_runtime(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     if not installed or not _is_plain(case, inputs) or inputs[0].dtype != torch.float32:
         return None
     import onnx
-    import onnxruntime
     from onnx import TensorProto, helper
 
     heads, dim = inputs[0].size(1), case.dim
@@ -127,10 +125,7 @@ def onnx_runtime(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     made = helper.make_model(helper.make_graph([node], "attention", *ends), opset_imports=opsets, ir_version=9)
     onnx.checker.check_model(made)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = session_of(made.SerializeToString())
     given = {name: x.transpose(1, 2).flatten(2).contiguous().numpy() for name, x in zip(names, inputs)}
 
     def run() -> Tensor:
