@@ -83,7 +83,7 @@ def _write(file: Path | None, journal: Journal, parts: Sequence[Part]) -> None:
 
 def _collected(journal: Journal) -> list[Part]:
     """The parts that the journal has anything of."""
-    there = {*journal.rows(), *(part for part, _ in journal.all_unfinished())}
+    there = {*journal.rows(), *(part for part, _ in journal.unfinished().values())}
     return [p for p in PARTS if p.name in there]
 
 

@@ -19,7 +19,7 @@ def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> Doc
     ``over``: nothing runs any more, and a case that was begun and did not end was lost.
     """
     rows, notes, head = journal.rows(), journal.notes(), journal.head()
-    for part, name in journal.all_unfinished() if over else ():
+    for part, name in journal.unfinished().values() if over else ():
         lost = {"name": name, "status": "failed", "error_text": "the run ended before the case did", "lost": True}
         rows[part] = [*(row for row in rows.get(part, ()) if row.get("name") != name), lost]
     measured = goals.measured(rows, bool(head.get("dry")))

@@ -23,7 +23,7 @@ from bench.gpu import decode_cases, toolchain
 from bench.gpu.environment import Environment, decision_row, passed
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
-from bench.harness.programs import doubled
+from bench.harness.programs import Function, doubled
 from bench.suites import spellings
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,10 +49,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, bias: Te
     if keep is not None:
         scores = scores.masked_fill(~keep, NEG_INF)
     return scores.softmax(-1) @ v
-
-
-def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(-q, k, v)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,7 +134,7 @@ KINDS: dict[str, Kind] = {
     "head dim 20": Kind(attend, (2, 4, 4, 65, 65, 20, 20)),
     "narrow values": Kind(attend, (2, 4, 4, 129, 129, 64, 40), FP16),
     "wide keys": Kind(causal, (1, 4, 4, 129, 129, 192, 128)),
-    "negative scale": Kind(negative, (2, 4, 4, 129, 129, 64, 64)),
+    "negative scale": Kind(lambda q, k, v: attend(-q, k, v), (2, 4, 4, 129, 129, 64, 64)),
     "heads last in memory": Kind(heads_last, (2, 4, 4, 129, 129, 64, 64), layout="heads last"),
     "expanded keys": Kind(attend, (3, 4, 4, 65, 129, 64, 64), layout="expanded"),
     "shared keys": Kind(spellings.call, (65, 4, 4, 1, 300, 32, 32), layout="shared"),
@@ -289,16 +285,12 @@ def decode_packaged(env: Environment) -> Row:
     program = call(shape)
     assert program is not None
 
-    class Step(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return program(q, k, v)
-
     keys = torch.export.Dim("keys", min=4, max=8192)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, attn_pass.record() as report:
         path = attn_pass.aot_compile(
-            Step().eval(),
+            Function(program).eval(),
             shape.inputs(env),
-            dynamic_shapes={"q": None, "k": {2: keys}, "v": {2: keys}},
+            dynamic_shapes=((None, {2: keys}, {2: keys}),),
             package_path=str(Path(folder) / "step.pt2"),
             options={**env.options, "targets": ("decode",), "choose": "fused", "on_error": "raise"},
         )

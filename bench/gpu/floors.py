@@ -18,8 +18,9 @@ from attn_pass.measuring.timing import peak_bytes, why
 from bench.gpu.environment import NAMED, Environment, decision_row, passed, stock
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row, one_each
-from bench.gpu.shapes import Shape, by_hand, call, exact
+from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of
+from bench.harness.programs import doubled
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -64,6 +65,7 @@ CASES: dict[str, Shape] = dict(
         *(_decode(batch, keys) for batch, keys in ((8, 8192), (8, 131072), (16, 2048), (16, 8192), (64, 2048))),
     )
 )
+QUICK = [name for name in CASES if name.startswith(("ViT", "multi-token decode q4", "T5"))]
 # What flash has, and what it has not: windows, soft caps, ALiBi.
 FLEX_CASES: dict[str, Shape] = {
     **{
@@ -162,7 +164,7 @@ def _errors(shape: Shape, variants: dict[str, Variant], inputs: tuple[Any, ...],
     """Every variant's error in a corner of the result: a fast wrong answer is none."""
     if shape.groups * shape.q_len * shape.kv_len > 1 << 29:
         return {}
-    right = exact(shape)(*_corner(shape, inputs))
+    right = by_hand(shape)(*doubled(_corner(shape, inputs)))
     made = {}
     for name, variant in variants.items():
         if name in times.found:
@@ -221,21 +223,16 @@ def _ratio(us: dict[str, float], above: str, below: str) -> float | None:
     return us[above] / us[below] if above in us and below in us else None
 
 
-def quick_names() -> list[str]:
-    """The cases of a quick run."""
-    return [n for n in CASES if n.startswith(("ViT", "multi-token decode q4", "T5"))]
-
-
 def cases(env: Environment) -> list[Case]:
     """One a shape."""
-    names = quick_names() if env.quick else list(CASES)
+    names = QUICK if env.quick else list(CASES)
     return [Case(name, partial(measure, env, CASES[name])) for name in names]
 
 
 def ahead(env: Environment) -> list[Case]:
     """In the order in which the timed parts will want them."""
     shapes = {**CASES, **FLEX_CASES}
-    names = quick_names() if env.quick else list(shapes)
+    names = QUICK if env.quick else list(shapes)
     return [Case(name, partial(compile_case, env, shapes[name])) for name in names]
 
 

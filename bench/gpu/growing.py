@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass.measuring.timing import why
+from attn_pass.measuring.timing import relative_error, why
 from bench.gpu.environment import Environment, decision_row, passed, stock
 from bench.gpu.parts import Column, Part, Row, one_each
 from bench.suites import models
@@ -95,18 +95,13 @@ def measure(env: Environment, form: tuple[str, str]) -> Row:
             if who == "pass":
                 row |= decision_row(report)
     right = logits.get("eager")
-    wrong = [n for n, x in logits.items() if right is None or not _near(x, right)]
+    wrong = [n for n, x in logits.items() if right is None or not relative_error(x, right) <= _TOLERANCE]
     row["wrong"] = ", ".join(wrong) or None
     if {"stock", "pass"} <= set(row["ms"]):
         row["stock_over_pass"] = row["ms"]["stock"] / row["ms"]["pass"]
     if row["failed"]:
         raise RuntimeError("; ".join(f"{who}: {reason}" for who, reason in row["failed"].items()))
     return row
-
-
-def _near(result: Tensor, right: Tensor) -> bool:
-    off = (result.double() - right.double()).abs().max() / right.double().abs().max()
-    return bool(off <= _TOLERANCE)
 
 
 PART = Part(

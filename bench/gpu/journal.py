@@ -75,15 +75,8 @@ class Journal:
         commands = [head["command"] for head in heads if "command" in head]
         return {**{k: v for head in heads for k, v in head.items()}, "command": "; ".join(dict.fromkeys(commands))}
 
-    def unfinished(self) -> tuple[str, str] | None:
-        """The part and the case that this run began and did not end."""
-        return self._begun().get(self.run)
-
-    def all_unfinished(self) -> list[tuple[str, str]]:
+    def unfinished(self) -> dict[str, tuple[str, str]]:
         """The part and the case that each run began and did not end: once all are over, what was lost with them."""
-        return list(self._begun().values())
-
-    def _begun(self) -> dict[str, tuple[str, str]]:
         begun: dict[str, tuple[str, str]] = {}
         for line in self.lines():
             run = line.get("run", "")

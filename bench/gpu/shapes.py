@@ -162,9 +162,3 @@ def call(shape: Shape) -> Callable[..., Tensor] | None:
         return F.scaled_dot_product_attention(q, k, v, **given)
 
     return program
-
-
-def exact(shape: Shape) -> Callable[..., Tensor]:
-    """The program in float64."""
-    program = by_hand(shape)
-    return lambda *inputs: program(*(x.double() for x in inputs))

@@ -38,7 +38,7 @@ def supervise(task: Task, journal: Journal, limits: Limits, tell: Tell) -> None:
         ended = _followed(task, journal, limits)
         if ended is None:
             return
-        running = journal.unfinished()
+        running = journal.unfinished().get(journal.run)
         if running is not None:
             error = {"status": "failed", "error_text": f"the process ended: {ended}", "lost": True}
             journal.add(part=running[0], row={"name": running[1], **error})

@@ -345,7 +345,7 @@ def test_a_run_killed_at_a_random_time_leaves_a_whole_json_and_goes_on_from_ther
     assert begun
     if file.exists():
         _complete(file)
-    lost = journal.all_unfinished()
+    lost = list(journal.unfinished().values())
     assert main(["--collect", "--json", str(file)]) == (2 if lost else 0)
     kept = _complete(file)["parts"]["rules"]["rows"]
     assert {row["name"] for row in kept} == begun | {name for _, name in lost}
