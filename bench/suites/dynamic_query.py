@@ -37,6 +37,7 @@ from bench.suites.spellings import call, grouped_call
 LENGTHS = (1, 2, 8, 64, 512)
 TRACED = (2, 64, 512)  # the example's length
 OURS_AT = 64
+LENGTH_DIM, BATCH_DIM = (Dim(name, min=1, max=1024) for name in ("length", "batch"))
 FIXED = "AOTInductor, for this length"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -79,22 +80,16 @@ CASES = {
 
 def chosen(case: Case, dtype: torch.dtype, traced: int) -> str:
     """The form of a program of any length that is exported at an example's."""
-    shapes = ((any_length(), None, None),)
+    shapes = (({2: LENGTH_DIM}, None, None),)
     program = torch.export.export(Function(case.function), case.inputs(traced, dtype), dynamic_shapes=shapes)
     return _form(attn_pass.rewrite(program))
-
-
-def any_length() -> dict[int, Any]:
-    return {2: Dim("length", min=1, max=1024)}
 
 
 def compiled(
     case: Case, dtype: torch.dtype, traced: int, path: Path, *, ours: bool, dynamic: bool
 ) -> tuple[Callable[..., Any], str]:
     """The package, loaded, and its form."""
-    of_query = any_length()
-    if case.any_batch:
-        of_query[0] = Dim("batch", min=1, max=1024)
+    of_query = {2: LENGTH_DIM} | ({0: BATCH_DIM} if case.any_batch else {})
     shapes = ((of_query, None, None),) if dynamic else None
     way = w.PACKAGE_PASS if ours else w.PACKAGE
     w.package(way, Function(case.function), case.inputs(traced, dtype), shapes, path)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import attn_pass
-from attn_pass.report.record import Report
 from bench.suites.census.dataset import Census, Subject, prepared
 from bench.suites.census.padded_rows import seen, token_masks
 from bench.suites.census.rows import Row, tried, warned
@@ -46,7 +45,7 @@ def compiled(subject: Subject, stage: str) -> Row:
     made: Row = {"status": "ok", "numerics": None}
     with warned(made), attn_pass.record() as report, tried(made):
         made |= judged(subject, stage, subject.run(torch.compile(subject.model, backend=backend)))
-    return {**made, **_report_row(report)}
+    return {**made, "attentions": len(report.rewritten), "regions": [region.to_dict() for region in report.regions]}
 
 
 def judged(subject: Subject, stage: str, got: list[torch.Tensor]) -> Row:
@@ -55,7 +54,3 @@ def judged(subject: Subject, stage: str, got: list[torch.Tensor]) -> Row:
         return {"numerics": subject.judged(got)}
     both = seen(subject.expected, got, token_masks(subject.kwargs))
     return {"numerics": subject.judged(both.got, both.expected), "zeros": both.zeros}
-
-
-def _report_row(report: Report) -> Row:
-    return {"attentions": len(report.rewritten), "regions": [region.to_dict() for region in report.regions]}

@@ -13,9 +13,8 @@ from typing import Any
 import attn_pass
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
+from bench.harness.document import Row
 from bench.suites.census.dataset import error_text
-
-Row = dict[str, Any]
 
 
 def key(row: Row) -> tuple[str, str, str]:

@@ -116,8 +116,8 @@ def _tiled(tile: int, module: nn.Module, inputs: Tensors, folder: Path) -> Calla
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     device = inputs[0].device.type
-    keep = lambda b, h, i, j: below(i, j)  # noqa: E731
-    mask = create_block_mask(keep, None, None, LENGTH, LENGTH, device=device, BLOCK_SIZE=tile)
+    block = {"device": device, "BLOCK_SIZE": tile}
+    mask = create_block_mask(lambda b, h, i, j: below(i, j), None, None, LENGTH, LENGTH, **block)
     # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
     options: Any = {} if device == "cpu" else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
     return compiled(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, kernel_options=options))
