@@ -47,7 +47,7 @@ from attn_pass.devices.cpu.kernel.source import (
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
 _HAS_EVENTS = sys.platform in ("linux", "win32")  # elsewhere Inductor's header of templates declares none
-_PLACES = 8  # bits: more numbers than a call has
+_PLACES = 10  # bits: more numbers than a call has
 _LARGEST = 1 << 50  # what is larger is no bound at all
 _NAMES = str(Placeholder.KERNEL_NAME), str(Placeholder.DESCRIPTIVE_NAME)
 """The C++ function's name, the same for all kernels, and the name that a profiler is to show."""
