@@ -98,7 +98,7 @@ def _compile_packages_for_this_machine() -> None:
     template._sets = lambda dtype, tiles: template.of_this_machine(tiles)
 
 
-_SETS_OF_USERS: list[Callable[[bool], Any]] = []
+_SETS_OF_USERS: list[Callable[[torch.dtype, bool], Any]] = []
 
 
 def _optimise_score_functions_less() -> None:

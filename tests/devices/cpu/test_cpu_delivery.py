@@ -85,25 +85,27 @@ def test_a_result_is_written_where_it_is_returned() -> None:
     assert "clone" not in code
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
-    scores = q @ k.mT * q.size(-1) ** -0.5
+def step(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, first: int) -> tuple[Tensor, ...]:
+    scores = q @ k[:, :, first:].mT * q.size(-1) ** -0.5
     result = scores.masked_fill(~keep, float("-inf")).softmax(-1) @ v
     return torch.autograd.grad(result.sum(), (q, k, v)) if q.requires_grad else (result,)
 
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_calls_of_all_sizes_are_one_function(trains: bool) -> None:
-    """What the compiler sees has no size, stride or scale in it; in squares no two numbers are one argument."""
+    """What the compiler sees has no size, stride, offset or scale; in squares no two numbers are one argument."""
     texts: set[tuple[str, ...]] = set()
-    for batch, heads, queries, keys, dim in ((2, 3, 33, 70, 16), (1, 32, 32, 32, 32), (1, 1, 40, 17, 8)):
+    for sizes in ((2, 3, 33, 70, 16, 8), (1, 32, 32, 32, 32, 0), (1, 1, 40, 17, 8, 1)):
+        batch, heads, queries, keys, dim, first = sizes
         torch._dynamo.reset()
-        given = [torch.randn(batch, heads, n, dim, requires_grad=trains) for n in (queries, keys, keys)]
+        lengths = (queries, first + keys, keys)
+        given = [torch.randn(batch, heads, n, dim, requires_grad=trains) for n in lengths]
         keep = torch.rand(batch, 1, queries, keys) < 0.8
         keep[..., 0] = True
         compiled = torch.compile(step, backend=attn_pass.backend, dynamic=False, options=OPTIONS)
         with torch.set_grad_enabled(trains):
-            got, codes = run_and_get_code(compiled, *given, keep)
-            exact = step(*(x.detach().double().requires_grad_(trains) for x in given), keep)
+            got, codes = run_and_get_code(compiled, *given, keep, first)
+            exact = step(*(x.detach().double().requires_grad_(trains) for x in given), keep, first)
         for one, expected in zip(got, exact, strict=True):
             assert_close(one.double(), expected, atol=1e-5, rtol=1e-5)
         kernels = re.findall(r"cpp_pybinding\(.*?\n\'\'\'\)", "\n".join(codes), re.DOTALL)
@@ -227,7 +229,10 @@ def functions_with(register: str, library: Path) -> set[str]:
 def test_a_package_runs_without_this_package_on_lesser_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first."""
+    """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first.
+
+    That is the least that the package holds, and what runs if less is asked for.
+    """
     monkeypatch.delenv(remembering_compiler.AS_USERS)  # it shows which set runs, not how fast
     model = Block().eval()
     length = torch.export.Dim("length", min=6, max=1000)

@@ -171,6 +171,25 @@ def biased(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor, fill: fl
     return out
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_torch")
+def test_inductor_hands_the_probability_over_in_double_precision() -> None:
+    """Of equal weights and values of 1 a row's result is a number of keys times the factor of those that stay."""
+    probability, keys = 1 - 1e-6, 1 << 14
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.dropout((q @ k.mT).softmax(-1), probability, True) @ v
+
+    query = torch.zeros(1, 1, 256, 16, requires_grad=True)
+    options = {"targets": ("cpu_kernel",), "choose": "fused"}
+    with attn_pass.record() as report:
+        compiled = torch.compile(program, backend=attn_pass.backend, options=options)
+        out = compiled(query, torch.zeros(1, 1, keys, 16), torch.ones(1, 1, keys, 16))
+    assert [s.target for s in report.sites] == ["cpu_kernel"]
+    counts = out.detach().double() * keys * (1 - probability)
+    assert counts.max() > 0.5 and (counts - counts.round()).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("fill", [-1e9, LOWEST])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("q_len", [3, 40])

@@ -36,11 +36,11 @@ enum FullyMasked { GIVES_NAN = 0, GIVES_ZERO = 1, GIVES_MEAN = 2 };  // what a f
 
 constexpr int CAPTURED = 8, LOOKUPS = 4;
 
-// The float of these bits: generated code passes all numbers as integers.
-inline float float_of(i64 bits) {
-  const i32 low = static_cast<i32>(bits);
-  float value;
-  std::memcpy(&value, &low, sizeof value);
+// The number of these bits: generated code passes all numbers as integers.
+inline double double_of(i64 high, i64 low) {
+  const u64 bits = static_cast<u64>(high) << 32 | static_cast<u64>(low);
+  double value;
+  std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 

@@ -3,15 +3,14 @@
 The compiled graph, Inductor's caches and an AOTInductor package therefore run without this package. Importing this file
 registers the lowering.
 
-Known numbers are arguments of the function and not part of its text: calls of all sizes are one function, which
-the compiler sees once, and which Inductor finds on its disk when another model has such calls.
+Known numbers are arguments of the function and not part of its text: calls of all sizes are one function, which the
+compiler sees once, and which Inductor finds on its disk when another model has such calls.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from operator import getitem
@@ -61,7 +60,7 @@ extern "C" {{export_declaration}}
 {{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
 {
   {{profiled}}
-  using {{namespace}}::float_of;
+  using {{namespace}}::double_of;
   {{namespace}}::{{structure}} args{};
 {{filled}}
 {{call}}
@@ -213,18 +212,15 @@ class Filled:
         return lines
 
     def number(self, expression: Any) -> str:
-        """A size as C++: an argument if it is known, but for 0, which says what a call does not have."""
-        return "0" if expression == 0 else self._written(expression)
-
-    def strides(self, values: Sequence[Any]) -> str:
-        """Strides as C++; here 0 says that a tensor is broadcast, or that there is one of a thing."""
-        return f"{{{', '.join(map(self._written, values))}}}"
-
-    def _written(self, expression: Any) -> str:
+        """A size as C++: an argument if it is known."""
         size = sympy.sympify(expression)
         if isinstance(size, sympy.Integer) and abs(int(size)) < _LARGEST:
             return self._argument(int(size))
         return str(cexpr_index(self.kernel.rename_indexing(size)))
+
+    def strides(self, values: Sequence[Any]) -> str:
+        """Strides as C++."""
+        return f"{{{', '.join(map(self.number, values))}}}"
 
     def _argument(self, number: int) -> str:
         """A number as an argument, as Inductor has it for offsets of random numbers.
@@ -237,11 +233,9 @@ class Filled:
         return f"({name} >> {_PLACES})"
 
     def _floating(self, value: float) -> str:
-        """A number in single precision as C++: an argument if it is finite."""
-        if not math.isfinite(ctypes.c_float(value).value):
-            return f"{'-' if value < 0 else ''}std::numeric_limits<float>::infinity()"
-        bits = ctypes.c_int32.from_buffer(ctypes.c_float(value))
-        return f"float_of({self._argument(bits.value)})"
+        """A number in double precision as C++: its bits are two arguments."""
+        bits = ctypes.c_int64.from_buffer(ctypes.c_double(value)).value
+        return f"double_of({self._argument(bits >> 32)}, {self._argument(bits & 0xFFFFFFFF)})"
 
     def pointer(self, name: str, element: Any = 0) -> str:
         """Where an operand begins, or an element of it is."""
