@@ -324,8 +324,8 @@ def test_compiled(frozen: bool) -> None:
         _, (code,) = run_and_get_code(compiled, *given)
         check(compiled, Decoding(dtype).eval(), given)
     assert [record.layers for record in report.linear_layers] == LAYERS
-    # Sizes are arguments: with a bias, without one, and with weights that are stored by columns.
-    assert re.findall(r"::(multiply\w*)<", code) == ["multiply_few"] * 3
+    # Sizes are arguments, and how weights are stored: with a bias, and without one.
+    assert re.findall(r"::(multiply\w*)<", code) == ["multiply_few"] * 2
 
 
 @pytest.mark.slow
