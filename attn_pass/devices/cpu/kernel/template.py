@@ -170,7 +170,10 @@ class Filled:
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {self.number(stride)}}};")
         sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
         sizes |= {"segments": per_batch, "rows": q[2]}
-        lines += [f"{args}.{name} = {self.number(size)};" for name, size in {**sizes, **numbers}.items()]
+        lines += [f"{args}.{name} = {self.number(size)};" for name, size in sizes.items()]
+        # What a call does not have is text, since every argument costs every call time.
+        lacking = {name for name, size in numbers.items() if size == NUMBERS.get(name, 0)}
+        lines += [f"{args}.{name} = {n if name in lacking else self.number(n)};" for name, n in numbers.items()]
         lines += [f"{args}.{name} = {self._floating(value)};" for name, value in self.template.floats.items()]
         if "seed" in operands:
             lines.append(f"{args}.seed = {self.pointer('seed')};")
